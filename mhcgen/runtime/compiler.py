@@ -1,0 +1,66 @@
+"""Compilation of a package's kernels."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+
+from cutlass import cute
+
+OLDEST_DSL = (4, 6, 3)
+
+
+def check_dsl() -> None:
+    """Refuses a CuTe DSL that is too old for this package.
+
+    Raises:
+        ImportError: The installed release, the needed one and what to do.
+    """
+    installed = metadata.version("nvidia-cutlass-dsl")
+    numbers = tuple(int(part) for part in re.findall(r"\d+", installed)[:3])
+    if numbers < OLDEST_DSL:
+        needed = ".".join(map(str, OLDEST_DSL))
+        raise ImportError(
+            f"nvidia-cutlass-dsl {installed} is too old for this package: install "
+            f"{needed} or newer"
+        )
+
+
+def compile_kernel(kernel: Any, name: str, arch: str, options: str = "") -> Any:
+    """Compiles one kernel object for an architecture; no GPU is needed.
+
+    Args:
+        kernel: An object of the package's ``kernels`` table.
+        name: What profilers are to show.
+        arch: The compiler's name of the architecture, such as ``sm_90a``.
+        options: More options for ``cute.compile``.
+
+    Returns:
+        A TVM-FFI callable that takes torch tensors and integers, and launches on the
+        stream that is current in torch.
+    """
+    type(kernel).kernel.set_name_prefix(name)
+    return cute.compile(
+        kernel,
+        *kernel.arguments(),
+        options=f"--enable-tvm-ffi --gpu-arch {arch} {options}",
+    )
+
+
+def compile_package(kernels: ModuleType, arch: str, transport: str) -> dict[str, Any]:
+    """Compiles every kernel that one transport of a package needs.
+
+    Args:
+        kernels: The package's ``kernels`` module.
+        arch: The compiler's name of the architecture.
+        transport: ``multicast`` or ``unicast``.
+
+    Returns:
+        The compiled callables by kernel name.
+    """
+    return {
+        name: compile_kernel(kernel, kernels.symbol(name), arch)
+        for name, kernel in kernels.kernels(arch, (transport,)).items()
+    }

@@ -1,0 +1,260 @@
+"""The mailbox: symmetric memory [GENERATIONS, TP, CAPACITY, HIDDEN] and its state."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+SENTINEL_BITS = -0x8000  # -0.0, as a signed 16-bit integer
+ALIGNMENT = 16
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Mailbox:
+    """One rank's end of the all-reduce.
+
+    Attributes:
+        rank: This rank.
+        transport: ``multicast`` or ``unicast``.
+        buffer: The local mailbox, [GENERATIONS, TP, CAPACITY, HIDDEN] activations.
+        addresses: [1] or [TP] int64: where publish stores, one multicast address or one
+            address a rank.
+        state: [2] int32: the generation, and the clusters that have read it.
+        keep_alive: What must live as long as the addresses are used.
+    """
+
+    rank: int
+    transport: str
+    buffer: torch.Tensor
+    addresses: torch.Tensor
+    state: torch.Tensor
+    keep_alive: tuple[Any, ...] = ()
+
+
+def mailbox_shape(constants: ModuleType) -> tuple[int, int, int, int]:
+    """The shape of a package's mailbox."""
+    return (
+        constants.GENERATIONS,
+        constants.TP,
+        constants.CAPACITY,
+        constants.HIDDEN,
+    )
+
+
+def arm(buffer: torch.Tensor) -> None:
+    """Fills a mailbox with the sentinel."""
+    buffer.view(torch.int16).fill_(SENTINEL_BITS)
+
+
+def agree(
+    group: dist.ProcessGroup, step: str, attempt: Callable[[], Result]
+) -> list[Result]:
+    """Runs a step on every rank and gathers the results: all succeed or all raise.
+
+    A rank that raised before a collective would leave the others waiting in it.
+
+    Args:
+        group: The ranks.
+        step: What is tried, for messages.
+        attempt: Returns this rank's result, which must be picklable.
+
+    Raises:
+        RuntimeError: On every rank, if the step failed on any; each failure is named.
+    """
+    try:
+        mine: tuple[Result | None, str | None] = (attempt(), None)
+        cause = None
+    except Exception as error:
+        mine = (None, f"{type(error).__name__}: {error}")
+        cause = error
+    votes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(votes, mine, group=group)
+    failures = [
+        f"rank {rank}: {failure}"
+        for rank, (_, failure) in enumerate(votes)
+        if failure is not None
+    ]
+    if failures:
+        raise RuntimeError(f"{step} failed\n" + "\n".join(failures)) from cause
+    return [result for result, _ in votes]
+
+
+def choose_transport(
+    requested: str, transports: Sequence[str], multicast_everywhere: bool
+) -> tuple[str, str]:
+    """The transport to use and why.
+
+    Args:
+        requested: ``auto``, ``multicast`` or ``unicast``.
+        transports: Those that the package has kernels for.
+        multicast_everywhere: Whether every rank has a multicast mapping.
+
+    Raises:
+        ValueError: The request is unknown, not in the package, or cannot be met.
+    """
+    if requested not in ("auto", "multicast", "unicast"):
+        raise ValueError(
+            f"transport is {requested!r}; it must be 'auto', 'multicast' or 'unicast'"
+        )
+    if requested not in ("auto", *transports):
+        raise ValueError(
+            f"transport is {requested!r}, and this package has kernels for "
+            f"{', '.join(transports)} only: add it to parallel.transports of the spec"
+        )
+    if requested == "unicast":
+        return requested, "as requested"
+    if requested == "multicast":
+        if not multicast_everywhere:
+            raise ValueError(
+                "transport is 'multicast', and the mailbox has no multicast mapping on "
+                "every rank: use 'auto' or 'unicast'"
+            )
+        return requested, "as requested"
+    if "multicast" in transports and multicast_everywhere:
+        return "multicast", "every rank has a multicast mapping"
+    if "unicast" in transports:
+        missing = "is not built" if "multicast" not in transports else "has no mapping"
+        return "unicast", f"multicast {missing}"
+    raise ValueError(
+        "this package has multicast kernels only, and the mailbox has no multicast "
+        "mapping on every rank: add unicast to parallel.transports of the spec"
+    )
+
+
+def rendezvous(
+    constants: ModuleType,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    transport: str,
+) -> Mailbox:
+    """Allocates the mailbox in symmetric memory and meets the other ranks: collective.
+
+    Args:
+        constants: The package's ``constants`` module.
+        group: The TP ranks, in rank order.
+        device: This rank's GPU.
+        transport: ``auto``, ``multicast`` or ``unicast``.
+
+    Raises:
+        RuntimeError: On every rank, if any rank failed.
+    """
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    shape = mailbox_shape(constants)
+    rank = dist.get_rank(group)
+    allocated: list[torch.Tensor] = []
+
+    def allocate() -> None:
+        buffer = symmetric_memory.empty(shape, dtype=torch.bfloat16, device=device)
+        # Symmetric memory comes with anything in it.
+        arm(buffer)
+        torch.cuda.synchronize(device)
+        allocated.append(buffer)
+
+    agree(group, "allocation of the mailbox", allocate)
+    buffer = allocated[0]
+    handle = symmetric_memory.rendezvous(buffer, group)
+
+    peers = [
+        buffer if peer == rank else remote_tensor(handle, peer, buffer)
+        for peer in range(constants.TP)
+    ]
+    multicast_address = int(handle.multicast_ptr or 0)
+
+    def check_addresses() -> bool:
+        addresses = [*(peer.data_ptr() for peer in peers), multicast_address]
+        for address in addresses:
+            if address % ALIGNMENT:
+                raise RuntimeError(
+                    f"mailbox address {address:#x} is no multiple of {ALIGNMENT}"
+                )
+        return multicast_address != 0
+
+    mapped = agree(group, "mapping of the peers' mailboxes", check_addresses)
+    # The ranks agree on the request as well, so that all raise or none.
+    chosen, reason = agree(
+        group,
+        "choice of the transport",
+        lambda: choose_transport(transport, constants.TRANSPORTS, all(mapped)),
+    )[rank]
+    logger.info("rank %d: %s transport (%s)", rank, chosen, reason)
+    if chosen == "multicast":
+        addresses = [multicast_address]
+    else:
+        addresses = [peer.data_ptr() for peer in peers]
+
+    # Every mailbox is armed and synchronized before anybody publishes.
+    dist.barrier(group)
+    torch.cuda.synchronize(device)
+    return Mailbox(
+        rank=rank,
+        transport=chosen,
+        buffer=buffer,
+        addresses=torch.tensor(addresses, dtype=torch.int64, device=device),
+        state=torch.zeros(2, dtype=torch.int32, device=device),
+        keep_alive=(handle, peers),
+    )
+
+
+def remote_tensor(handle: Any, peer: int, local: torch.Tensor) -> torch.Tensor:
+    """A peer's mailbox as a tensor here; its address includes the handle's offset."""
+    get = getattr(handle, "get_remote_tensor", handle.get_buffer)
+    remote: torch.Tensor = get(peer, local.shape, local.dtype)
+    return remote
+
+
+def emulated(constants: ModuleType, device: torch.device) -> list[Mailbox]:
+    """The mailboxes of all ranks on one device, with unicast between them."""
+    shape = mailbox_shape(constants)
+    buffers = [
+        torch.empty(shape, dtype=torch.bfloat16, device=device)
+        for _ in range(constants.TP)
+    ]
+    for buffer in buffers:
+        arm(buffer)
+    addresses = torch.tensor(
+        [buffer.data_ptr() for buffer in buffers], dtype=torch.int64, device=device
+    )
+    torch.cuda.synchronize(device)
+    return [
+        Mailbox(
+            rank=rank,
+            transport="unicast",
+            buffer=buffer,
+            addresses=addresses,
+            state=torch.zeros(2, dtype=torch.int32, device=device),
+            keep_alive=tuple(buffers),
+        )
+        for rank, buffer in enumerate(buffers)
+    ]
+
+
+def loopback(constants: ModuleType, device: torch.device) -> Mailbox:
+    """A mailbox whose one rank plays all: it stores its rows into every rank's slots.
+
+    One process then runs whole boundaries, with the traffic of all ranks in its own
+    memory. For measurements.
+    """
+    shape = mailbox_shape(constants)
+    buffer = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    arm(buffer)
+    slot_bytes = constants.CAPACITY * constants.HIDDEN * buffer.element_size()
+    addresses = [buffer.data_ptr() + slot_bytes * rank for rank in range(constants.TP)]
+    torch.cuda.synchronize(device)
+    return Mailbox(
+        rank=0,
+        transport="unicast",
+        buffer=buffer,
+        addresses=torch.tensor(addresses, dtype=torch.int64, device=device),
+        state=torch.zeros(2, dtype=torch.int32, device=device),
+    )

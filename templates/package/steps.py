@@ -1,0 +1,308 @@
+"""The steps that kernels are made of, each on one thread's fragment.
+
+A fragment is 16 bytes of a row, 8 BF16, held as four 32-bit words or as eight FP32.
+Functions without a decorator run while the kernel is traced: their loops are unrolled.
+"""
+
+import cutlass
+from cutlass import Float32, Uint32, cute
+
+from . import ptx
+from .constants import (
+    BUTTERFLIES,
+    CHUNK_BYTES,
+    CHUNKS,
+    FN_OCTETS,
+    FN_ROW_BYTES,
+    FRAGMENT_WORDS,
+    HC,
+    HC_EPS,
+    INVERSE_HIDDEN,
+    INVERSE_ROW,
+    NORM_EPS,
+    POLLS,
+    RMS_EPS,
+    ROW_BYTES,
+    SLOT_BYTES,
+    SPLITS,
+    SQUARES,
+    STASH_STREAM,
+    TILES,
+)
+
+SENTINEL_PAIR = 0x80008000  # two BF16 of -0.0
+LOG2_E = 1.4426950408889634
+
+
+def row_major(*shape):
+    """A row-major layout."""
+    strides = []
+    stride = 1
+    for extent in reversed(shape):
+        strides.insert(0, stride)
+        stride *= extent
+    return cute.make_layout(shape, stride=tuple(strides))
+
+
+def unpack(words):
+    """Widens BF16 pairs to FP32, low half first: exact."""
+    values = []
+    for word in words:
+        values.append(ptx.as_float(word << 16))
+        values.append(ptx.as_float(word & 0xFFFF0000))
+    return values
+
+
+def pack(values):
+    """Rounds FP32 values to nearest even into words of two BF16."""
+    return [
+        ptx.pack_bf16x2(values[index], values[index + 1])
+        for index in range(0, len(values), 2)
+    ]
+
+
+def negative_zeros(word):
+    """Bit 15 of each 16-bit half that holds -0.0, compared as integers.
+
+    The usual zero-half test on ``word ^ SENTINEL_PAIR``, without borrows between halves.
+    """
+    flipped = word ^ SENTINEL_PAIR
+    nonzero = ((flipped & 0x7FFF7FFF) + 0x7FFF7FFF) | flipped
+    return ~nonzero & SENTINEL_PAIR
+
+
+def sanitize(words):
+    """Replaces every -0.0 by +0.0, so that no element of a payload is the sentinel."""
+    return [word ^ negative_zeros(word) for word in words]
+
+
+def holds_sentinel(words):
+    """Whether any element of a fragment is the sentinel."""
+    found = Uint32(0)
+    for word in words:
+        found = found | negative_zeros(word)
+    return found != 0
+
+
+def publish_fragment(words, mailboxes, offset, multicast):
+    """Stores a sanitized fragment at ``offset`` of every rank's mailbox."""
+    payload = sanitize(words)
+    for mailbox in mailboxes:
+        if multicast:
+            ptx.store_multicast(mailbox + offset, payload)
+        else:
+            ptx.store_fragment(mailbox + offset, payload)
+
+
+def load_arrivals(slot):
+    """Loads the fragments of this lane's ranks, arrived or not."""
+    return [ptx.load_volatile(slot + rank * SLOT_BYTES) for rank in range(POLLS)]
+
+
+@cute.jit
+def poll(address, words):
+    """Reloads a fragment until it has arrived whole, and returns its words."""
+    word0, word1, word2, word3 = words
+    while holds_sentinel((word0, word1, word2, word3)):
+        word0, word1, word2, word3 = ptx.load_volatile(address)
+    return word0, word1, word2, word3
+
+
+def add_pairs(values):
+    """Sums eight-element rows pairwise: ((v0+v1)+(v2+v3))+…"""
+    while len(values) > 1:
+        values = [
+            [ptx.add(a, b) for a, b in zip(left, right, strict=True)]
+            for left, right in zip(values[::2], values[1::2], strict=True)
+        ]
+    return values[0]
+
+
+def sum_ranks(arrived):
+    """Step 1: y = bf16(sum of the ranks' rows), as FP32.
+
+    ``arrived`` holds the fragments of the ranks that this lane polled, in rank order. The
+    pairwise order over all ranks continues over the lanes.
+    """
+    partial = add_pairs([unpack(words) for words in arrived])
+    for distance in BUTTERFLIES:
+        partial = [
+            ptx.add(value, cute.arch.shuffle_sync_bfly(value, distance))
+            for value in partial
+        ]
+    return unpack(pack(partial))
+
+
+def receive(slot, arrivals):
+    """Waits for this lane's ranks, sums over all ranks and re-arms the slots."""
+    arrived = [
+        poll(slot + rank * SLOT_BYTES, words) for rank, words in enumerate(arrivals)
+    ]
+    y = sum_ranks(arrived)
+    # Lanes of a warp may poll the same slot: none re-arms it before all have read it.
+    cute.arch.sync_warp()
+    for rank in range(POLLS):
+        ptx.store_fragment(slot + rank * SLOT_BYTES, [SENTINEL_PAIR] * FRAGMENT_WORDS)
+    return y
+
+
+def post_mix(y, post, comb, old):
+    """Step 2: new = bf16(post*y + sum_i comb[i]*old[i]), as words.
+
+    The product post*y is rounded, then one fused multiply-add follows for each source
+    stream, in order: this fixes every bit.
+    """
+    new = [ptx.mul(post, value) for value in y]
+    for weight, words in zip(comb, old, strict=True):
+        new = [
+            ptx.fma(weight, value, total)
+            for value, total in zip(unpack(words), new, strict=True)
+        ]
+    return pack(new)
+
+
+def load_old_streams(address):
+    """Loads one fragment of each residual stream of a token."""
+    return [ptx.load_fragment(address + index * ROW_BYTES) for index in range(HC)]
+
+
+def load_projection(address):
+    """Loads a lane's part of fn: for each octet of rows, a fragment of each chunk.
+
+    Lane 4g+q serves row g of each octet, and fragment q of the four of a chunk.
+    """
+    return [
+        [
+            ptx.load_constant(
+                address
+                + (octet * 8 * FN_ROW_BYTES)
+                + (stream * ROW_BYTES + part * CHUNK_BYTES)
+            )
+            for part, stream in CHUNKS
+        ]
+        for octet in range(FN_OCTETS)
+    ]
+
+
+def load_chunk(address, part, stream):
+    """Loads a lane's fragment of a chunk from the stash of a token."""
+    return ptx.load_shared(address + (stream * STASH_STREAM + part * CHUNK_BYTES))
+
+
+def project(rows, tokens):
+    """Step 3 on a warp's 256 columns: MIX dot products with fn, and the square sums.
+
+    The rows of fn, and below them the tokens themselves, are the rows of ``a``; the
+    tokens are the columns of ``b``. The products of the tokens hold the square sums on
+    their diagonal.
+
+    Args:
+        rows: What ``load_projection`` gave.
+        tokens: For each octet of tokens, the address of the lane's token in the stash.
+
+    Returns:
+        For each octet of tokens, and for each octet of rows, the sums of row g with the
+        tokens 2q and 2q+1.
+    """
+    zero = Float32(0.0)
+    totals = [[(zero,) * 4 for _ in range(TILES)] for _ in tokens]
+    for index, (part, stream) in enumerate(CHUNKS):
+        for octet, address in enumerate(tokens):
+            token = load_chunk(address, part, stream)
+            row_octets = [row[index] for row in rows] + [token]
+            for first in (0, 2):
+                b = (token[first], token[first + 1])
+                for tile in range(TILES):
+                    low, high = row_octets[2 * tile : 2 * tile + 2]
+                    a = (low[first], high[first], low[first + 1], high[first + 1])
+                    totals[octet][tile] = ptx.mma(a, b, totals[octet][tile])
+    return [
+        [tile[half : half + 2] for tile in tiles for half in (0, 2)] for tiles in totals
+    ]
+
+
+@cute.jit
+def store_sums(partials: cute.Tensor, sums, lane, count):
+    """Stores a warp's sums [tokens, sums] of the tokens below ``count``."""
+    row = lane // 4
+    for octet in cutlass.range_constexpr(len(sums)):
+        for column in cutlass.range_constexpr(2):
+            token = lane % 4 * 2 + column
+            if octet * 8 + token < count:
+                for index in cutlass.range_constexpr(FN_OCTETS):
+                    value = sums[octet][index][column]
+                    partials[octet * 8 + token, index * 8 + row] = value
+                if token == row:
+                    value = sums[octet][FN_OCTETS][column]
+                    partials[octet * 8 + token, SQUARES] = value
+
+
+def exchange_halves(values, distance, upper):
+    """Sums over lanes ``distance`` apart, each of which keeps half of the values."""
+    half = len(values) // 2
+    kept = []
+    for low, high in zip(values[:half], values[half:], strict=True):
+        mine = cutlass.select_(upper, high, low)
+        sent = cutlass.select_(upper, low, high)
+        kept.append(mine + cute.arch.shuffle_sync_bfly(sent, distance))
+    return kept
+
+
+def sum_warp(value):
+    """Sums one value over a warp, for every lane."""
+    for distance in (16, 8, 4, 2, 1):
+        value = value + cute.arch.shuffle_sync_bfly(value, distance)
+    return value
+
+
+def sum_row(row, count):
+    """Sums ``count`` consecutive FP32 of shared memory."""
+    total = row[0]
+    for index in range(1, count):
+        total = total + row[index]
+    return total
+
+
+def square_sum(words):
+    """Sums the squares of a few BF16 in FP32."""
+    total = None
+    for value in unpack(words):
+        total = value * value if total is None else ptx.fma(value, value, total)
+    return total
+
+
+def sigmoid(x):
+    """1 / (1 + exp(-x))."""
+    return ptx.reciprocal(Float32(1.0) + ptx.exp2(x * Float32(-LOG2_E)))
+
+
+def row_rstd(squares):
+    """Step 3: rstd = rsqrt(ss / (HC*H) + rms_eps), over all streams of a token."""
+    return ptx.rsqrt(ptx.fma(squares, Float32(INVERSE_ROW), Float32(RMS_EPS)))
+
+
+def pre_mix(mix, scale, base):
+    """Step 4: pre = sigmoid(mix*scale + base) + hc_eps."""
+    return sigmoid(ptx.fma(mix, scale, base)) + Float32(HC_EPS)
+
+
+def collapse(pre, new, stream):
+    """Step 5, first half: c = bf16(sum_j pre[j]*new[j]), as words.
+
+    Each lane brings its stream and ends with its share of the eight columns.
+    """
+    columns = [pre * value for value in unpack(new)]
+    for distance in SPLITS:
+        columns = exchange_halves(columns, distance, (stream & distance) != 0)
+    return pack(columns)
+
+
+def normalize(c, squares, norm_weight):
+    """Step 5, second half: bf16(c * rsqrt(mean(c^2) + norm_eps) * norm_weight), words."""
+    rstd = ptx.rsqrt(ptx.fma(squares, Float32(INVERSE_HIDDEN), Float32(NORM_EPS)))
+    return pack(
+        [
+            value * rstd * weight
+            for value, weight in zip(unpack(c), unpack(norm_weight), strict=True)
+        ]
+    )
