@@ -57,8 +57,8 @@ class RoutedInput(NamedTuple):
 class PendingMixes(NamedTuple):
     """Mixes that the side stream may still be computing.
 
-    Holding the tensors keeps the allocator from handing their memory to the main stream.
-    It is cheaper than ``record_stream``, which makes every later allocation poll events.
+    Holding the tensors keeps the allocator from handing their memory to the main
+    stream. ``record_stream`` would make every later allocation poll events.
     """
 
     captured: bool
@@ -205,7 +205,7 @@ class FusedBoundary:
         before a graph capture begins or ends.
 
         Raises:
-            RuntimeError: The mixes were launched outside of the capture that is going on.
+            RuntimeError: The mixes were launched before the capture that is going on.
         """
         pending = self._pending
         if pending is None:
@@ -225,8 +225,8 @@ class FusedBoundary:
     def publish(self, x: torch.Tensor) -> None:
         """The first half of a call alone; ``consume`` must follow.
 
-        Only for several ranks on one device, where all ranks publish before any consumes.
-        The argument and the errors are those of a call.
+        Only for several ranks on one device, where all publish before any consumes. The
+        argument and the errors are those of a call.
         """
         if self._check_x(x):
             with torch.cuda.device(self.device):
@@ -240,7 +240,7 @@ class FusedBoundary:
         expanded_idx_to_permuted_idx: torch.Tensor,
         shared_output: torch.Tensor | None,
     ) -> None:
-        """The first half of ``finalize`` alone; ``consume`` must follow, see publish."""
+        """The first half of ``finalize`` alone; ``consume`` must follow."""
         routed = RoutedInput(
             gemm2_permuted, expert_weights, expanded_idx_to_permuted_idx, shared_output
         )
@@ -435,8 +435,8 @@ class FusedBoundary:
     def _check_capacity(self, name: str, m: int) -> None:
         if not self.supports(m):
             raise ValueError(
-                f"{name} has {m} tokens; this package takes 0 to {self.capacity}: split "
-                "the call, or raise capacity.max_tokens of the spec"
+                f"{name} has {m} tokens; this package takes 0 to {self.capacity}: "
+                "split the call, or raise capacity.max_tokens of the spec"
             )
 
     def _check_tensor(
@@ -482,8 +482,8 @@ def rows_of(tensor: object) -> int:
 def warm_up(ranks: list[FusedBoundary]) -> None:
     """Launches every kernel once with a token of zeros: collective over the ranks.
 
-    Modules load on their first launch, which a graph capture would refuse; and a transport
-    that does not work fails here instead of in service.
+    Modules load on their first launch, which a graph capture would refuse; and a
+    transport that does not work fails here instead of in service.
 
     Args:
         ranks: This process's rank, or all ranks where one device plays them.

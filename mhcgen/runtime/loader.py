@@ -36,8 +36,8 @@ def load(
 
     Raises:
         FileNotFoundError: The folder holds no package.
-        ValueError: The group's size or the device's architecture is not what the package
-            was built for.
+        ValueError: The group's size or the device's architecture is not what the
+            package was built for.
         RuntimeError: On every rank, if loading failed on any.
     """
     return load_package(import_package(path), group, device, transport)
@@ -46,7 +46,7 @@ def load(
 def load_emulated(
     path: str | Path, *, device: torch.device | str | int | None = None
 ) -> list[FusedBoundary]:
-    """Loads all ranks of the package in a folder onto one device: see emulate_package."""
+    """Loads all ranks of a package onto one device: see ``emulate_package``."""
     return emulate_package(import_package(path), device)
 
 

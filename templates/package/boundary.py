@@ -173,8 +173,8 @@ class Boundary:
         norm_words = cute.recast_tensor(norm_weight, Uint32)
         norm_share = [norm_words[first_word + index] for index in range(LANE_WORDS)]
 
-        # The publish before this kernel triggers after its own wait. What earlier kernels
-        # wrote is therefore complete, and the rows that publish sends announce themselves.
+        # The publish before this kernel triggers after its own wait, so what earlier
+        # kernels wrote is complete; and the rows that publish sends announce themselves.
         generation = ptx.load_int_volatile(state.iterator.toint())
         token_bytes = Int64(token * TOKEN_BYTES + column)
         old = load_old_streams(residual.iterator.toint() + token_bytes)
@@ -193,8 +193,8 @@ class Boundary:
             new_residual.iterator.toint() + token_bytes + stream * ROW_BYTES, new
         )
 
-        # First reduction: over the warp on tensor cores, over the block by lane k for sum
-        # k, over the cluster by all its blocks alike.
+        # First reduction: over the warp on tensor cores, over the block by lane k for
+        # sum k, over the cluster by all its blocks alike.
         warp_stash = stash.toint() + warp * STASH_TOKEN
         ptx.store_shared(
             warp_stash + stream * STASH_STREAM + lane // HC * FRAGMENT_BYTES, new

@@ -20,10 +20,10 @@ from .steps import pack, publish_fragment, unpack
 
 
 class Finalize:
-    """One thread a fragment, one grid row a token, all routed rows in flight at once."""
+    """One thread a fragment, one grid row a token, all routed rows in flight."""
 
     def __init__(self, weight_dtype, shared_expert, multicast):
-        """Fixes the routing weights' dtype, the shared expert and the transport."""
+        """Fixes the dtype of the routing weights, the shared expert, the transport."""
         self.weight_dtype = weight_dtype
         self.shared_expert = shared_expert
         self.multicast = multicast

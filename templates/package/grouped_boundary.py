@@ -148,9 +148,7 @@ class GroupedBoundary:
         sums = memory.allocate_tensor(
             Float32, row_major(self.group, 32, self.cluster_size), 16
         )
-        squares = memory.allocate_tensor(
-            Float32, row_major(self.group, self.warps), 16
-        )
+        squares = memory.allocate_tensor(Float32, row_major(self.group, self.warps), 16)
         norms = memory.allocate_tensor(
             Float32, row_major(self.group, self.cluster_size), 16
         )
@@ -168,8 +166,8 @@ class GroupedBoundary:
         norm_words = cute.recast_tensor(norm_weight, Uint32)
         norm_share = [norm_words[first_word + index] for index in range(LANE_WORDS)]
 
-        # The publish before this kernel triggers after its own wait. What earlier kernels
-        # wrote is therefore complete, and the rows that publish sends announce themselves.
+        # The publish before this kernel triggers after its own wait, so what earlier
+        # kernels wrote is complete; and the rows that publish sends announce themselves.
         generation = ptx.load_int_volatile(state.iterator.toint())
         first_rank = stream % SOURCES * POLLS
         slots = mailbox.iterator.toint() + Int64(
@@ -204,9 +202,9 @@ class GroupedBoundary:
             post_weight = next_post
             comb_weights = next_comb
 
-        # First reduction: over the warp on tensor cores, over the block by lane k for sum
-        # k, over the cluster by all its blocks alike. Lanes beyond the last token repeat
-        # it, to no effect.
+        # First reduction: over the warp on tensor cores, over the block by lane k for
+        # sum k, over the cluster by all its blocks alike. Lanes beyond the last token
+        # repeat it, to no effect.
         cute.arch.sync_warp()
         lane_tokens = [
             cutlass.min(octet * 8 + lane // 4, count - 1)

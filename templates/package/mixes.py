@@ -88,8 +88,8 @@ class Mixes:
                 logit = ptx.fma(mix[token, HC + stream], scale[1], base[HC + stream])
                 post[token, stream, 0] = Float32(POST_MULT) * sigmoid(logit)
 
-            # Step 7: row softmax plus hc_eps, then Sinkhorn passes: one over the columns,
-            # and SINKHORN_ITERS - 1 times rows and columns.
+            # Step 7: row softmax plus hc_eps, then Sinkhorn passes: one over the
+            # columns, and SINKHORN_ITERS - 1 times rows and columns.
             logits = [
                 [
                     ptx.fma(mix[token, index], scale[2], base[index])

@@ -68,8 +68,8 @@ class Publish:
         column = fragment * FRAGMENT_BYTES
         addresses = [mailboxes[index] for index in range(self.destinations)]
 
-        # The boundary starts on this trigger and then reads what the kernels before this
-        # one wrote. It must therefore come after the wait.
+        # The boundary starts on this trigger and then reads what the kernels before
+        # this one wrote. It must therefore come after the wait.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 

@@ -64,7 +64,7 @@ def pack(values):
 def negative_zeros(word):
     """Bit 15 of each 16-bit half that holds -0.0, compared as integers.
 
-    The usual zero-half test on ``word ^ SENTINEL_PAIR``, without borrows between halves.
+    A half of ``word ^ SENTINEL_PAIR`` is zero there; nothing is borrowed between halves.
     """
     flipped = word ^ SENTINEL_PAIR
     nonzero = ((flipped & 0x7FFF7FFF) + 0x7FFF7FFF) | flipped
@@ -121,8 +121,8 @@ def add_pairs(values):
 def sum_ranks(arrived):
     """Step 1: y = bf16(sum of the ranks' rows), as FP32.
 
-    ``arrived`` holds the fragments of the ranks that this lane polled, in rank order. The
-    pairwise order over all ranks continues over the lanes.
+    ``arrived`` holds the fragments of the ranks that this lane polled, in rank order.
+    The pairwise order over all ranks continues over the lanes.
     """
     partial = add_pairs([unpack(words) for words in arrived])
     for distance in BUTTERFLIES:
@@ -298,7 +298,7 @@ def collapse(pre, new, stream):
 
 
 def normalize(c, squares, norm_weight):
-    """Step 5, second half: bf16(c * rsqrt(mean(c^2) + norm_eps) * norm_weight), words."""
+    """Step 5, second half: bf16(c * rsqrt(mean(c^2) + norm_eps) * norm_weight)."""
     rstd = ptx.rsqrt(ptx.fma(squares, Float32(INVERSE_HIDDEN), Float32(NORM_EPS)))
     return pack(
         [

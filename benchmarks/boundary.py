@@ -1,0 +1,204 @@
+"""Times one boundary beside NCCL's all-reduce, in one run, by CUDA-graph replay.
+
+On two GPUs, and on one, where the traffic of all ranks loops back::
+
+    python -m torch.distributed.run --nproc-per-node 2 \
+        benchmarks/boundary.py generated/glm53_tp2
+    python benchmarks/boundary.py generated/glm53
+
+Columns, in microseconds a call, medians over interleaved replays of 100 calls a graph:
+
+- boundary: publish and boundary, the critical path between two sublayers;
+- with mixes: whole calls back to back, where each waits for the mixes of the one before
+  it, as if the sublayer between them took no time;
+- finalize: as boundary, with the MoE finalize of all top_k experts for a publish;
+- nccl: NCCL's all-reduce of the same rows, alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mhcgen import reference
+from mhcgen.runtime import host, load, loader, mailbox
+
+CALLS = 100
+REPLAYS = 15
+
+
+def load_loopback(path: Path) -> host.FusedBoundary:
+    """One rank whose mailbox holds the traffic of all."""
+    constants, kernels = loader.package_modules(loader.import_package(path))
+    device = loader.resolve_device(None)
+    arch = loader.device_arch(constants, device)
+    compiled = loader.compile_package(kernels, arch, "unicast")
+    box = mailbox.loopback(constants, device)
+    boundary = host.FusedBoundary(constants, kernels, compiled, arch, box)
+    host.warm_up([boundary])
+    return boundary
+
+
+def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A graph of CALLS calls."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(CALLS):
+                call()
+    return graph
+
+
+def replay(graph: torch.cuda.CUDAGraph) -> float:
+    """Microseconds a call of one replay, begun together on all ranks."""
+    if dist.is_initialized():
+        dist.barrier()
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1000 / CALLS
+
+
+def calls_for(boundary: Any, m: int) -> dict[str, Callable[[], object]]:
+    """What is timed, by column."""
+    c = boundary._constants
+    inputs = reference.random_inputs(m, c.HIDDEN, c.HC, c.TP, m, "cuda")
+    shared = host.BoundaryInput(
+        inputs.residual,
+        inputs.post,
+        inputs.comb,
+        inputs.fn,
+        inputs.scale,
+        inputs.base,
+        inputs.norm_weight,
+    )
+    x = inputs.parts[boundary.rank]
+    outputs = boundary._outputs(m)
+    rows = (
+        *shared,
+        boundary._mailbox.buffer,
+        boundary._mailbox.state,
+        outputs.residual,
+        boundary._mix[:m],
+        outputs.layer_input,
+    )
+    kernel = boundary._boundary(m)
+
+    def critical_path() -> None:
+        boundary._launch_publish(x)
+        kernel(*rows)
+
+    def with_mixes() -> None:
+        boundary(x, *shared)
+        boundary.join()
+
+    calls: dict[str, Callable[[], object]] = {
+        "boundary": critical_path,
+        "with mixes": with_mixes,
+    }
+    if hasattr(c, "TOP_K"):
+        experts = m * c.TOP_K
+        routed = host.RoutedInput(
+            torch.randn(experts, c.HIDDEN, device="cuda").bfloat16(),
+            torch.rand(m, c.TOP_K, device="cuda"),
+            torch.randperm(experts, device="cuda").int().reshape(m, c.TOP_K),
+            torch.randn(m, c.HIDDEN, device="cuda").bfloat16(),
+        )
+
+        def finalize() -> None:
+            boundary._launch_finalize(routed)
+            kernel(*rows)
+
+        calls["finalize"] = finalize
+    if dist.is_initialized():
+        row = x.clone()
+        calls["nccl"] = lambda: dist.all_reduce(row)
+    return calls
+
+
+def measure(boundary: Any, m: int) -> dict[str, float]:
+    """The medians of one M, replays of all columns interleaved."""
+    graphs = {name: capture(call) for name, call in calls_for(boundary, m).items()}
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for turn in range(REPLAYS):
+        for name, graph in graphs.items():
+            time = replay(graph)
+            if turn >= 2:
+                times[name].append(time)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main() -> None:
+    """Prints a table, and writes it as JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("package", type=Path)
+    parser.add_argument("--tokens", default="1,2,4,8,16,32,64")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        device = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", device))
+        boundary = load(arguments.package)
+    else:
+        boundary = load_loopback(arguments.package)
+    rows = {}
+    for m in map(int, arguments.tokens.split(",")):
+        rows[m] = measure(boundary, m)
+    if boundary.rank == 0:
+        report(arguments, boundary, ranks, rows)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def report(
+    arguments: argparse.Namespace,
+    boundary: Any,
+    ranks: int,
+    rows: dict[int, dict[str, float]],
+) -> None:
+    """Prints the table in Markdown."""
+    columns = list(next(iter(rows.values())))
+    where = f"{ranks} x {torch.cuda.get_device_name()}, {boundary.transport}"
+    print(f"{arguments.package.name}, {where}, microseconds a call")
+    ratio = ["boundary / nccl"] if "nccl" in columns else []
+    print("| M | " + " | ".join([*columns, *ratio]) + " |")
+    print("| --- " * (1 + len(columns) + len(ratio)) + "|")
+    for m, row in rows.items():
+        cells = [f"{row[name]:.2f}" for name in columns]
+        if ratio:
+            cells.append(f"{row['boundary'] / row['nccl']:.2f}")
+        print(f"| {m} | " + " | ".join(cells) + " |")
+    if arguments.json:
+        result = {
+            "package": arguments.package.name,
+            "device": torch.cuda.get_device_name(),
+            "gpus": ranks,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "command": " ".join(sys.argv),
+            "microseconds": {str(m): row for m, row in rows.items()},
+        }
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
