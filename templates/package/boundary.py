@@ -174,7 +174,7 @@ class Boundary:
         norm_share = [norm_words[first_word + index] for index in range(LANE_WORDS)]
 
         # The publish before this kernel triggers after its own wait, so what earlier
-        # kernels wrote is complete; and the rows that publish sends announce themselves.
+        # kernels wrote is complete; the rows that publish sends announce themselves.
         generation = ptx.load_int_volatile(state.iterator.toint())
         token_bytes = Int64(token * TOKEN_BYTES + column)
         old = load_old_streams(residual.iterator.toint() + token_bytes)

@@ -167,7 +167,7 @@ class GroupedBoundary:
         norm_share = [norm_words[first_word + index] for index in range(LANE_WORDS)]
 
         # The publish before this kernel triggers after its own wait, so what earlier
-        # kernels wrote is complete; and the rows that publish sends announce themselves.
+        # kernels wrote is complete; the rows that publish sends announce themselves.
         generation = ptx.load_int_volatile(state.iterator.toint())
         first_rank = stream % SOURCES * POLLS
         slots = mailbox.iterator.toint() + Int64(

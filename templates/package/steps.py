@@ -64,7 +64,7 @@ def pack(values):
 def negative_zeros(word):
     """Bit 15 of each 16-bit half that holds -0.0, compared as integers.
 
-    A half of ``word ^ SENTINEL_PAIR`` is zero there; nothing is borrowed between halves.
+    A half of ``word ^ SENTINEL_PAIR`` is zero there; no half borrows from another.
     """
     flipped = word ^ SENTINEL_PAIR
     nonzero = ((flipped & 0x7FFF7FFF) + 0x7FFF7FFF) | flipped

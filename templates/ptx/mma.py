@@ -8,9 +8,9 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 def mma(a, b, total, *, loc=None, ip=None):
     """A 16x8 tile of FP32 plus a 16x16 by a 16x8 BF16 product, over a warp.
 
-    Lane 4g+q holds four words of ``a`` (rows g, g+8, g, g+8; columns 2q, 2q, 2q+8, 2q+8),
-    two of ``b`` (column g; rows 2q, 2q+8) and four of the tile (rows g, g, g+8, g+8;
-    columns 2q, 2q+1, 2q, 2q+1).
+    Lane 4g+q holds four words of ``a`` (rows g, g+8, g, g+8; columns 2q, 2q, 2q+8,
+    2q+8), two of ``b`` (column g; rows 2q, 2q+8) and four of the tile (rows g, g, g+8,
+    g+8; columns 2q, 2q+1, 2q, 2q+1).
     """
     operands = [*(Uint32(w) for w in a), *(Uint32(w) for w in b)]
     operands += [Float32(value) for value in total]

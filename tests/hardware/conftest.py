@@ -21,6 +21,9 @@ GENERATED = Path(__file__).parents[2] / "generated"
 CONSTANTS = reference.Constants(
     rms_eps=1e-5, hc_eps=1e-6, norm_eps=1e-5, post_mult=2.0, sinkhorn_iters=20
 )
+# Streams that share a hardware queue wait for each other, and a rank that waits for one
+# behind it in the queue waits for ever: give each stream its own.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
 

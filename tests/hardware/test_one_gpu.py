@@ -176,33 +176,6 @@ def test_chain_of_boundaries(ranks: Any) -> None:
         assert_same_bits(outputs)
 
 
-def test_ranks_in_any_order_with_delays(ranks: Any) -> None:
-    """Ranks on streams of their own, delayed at random, up to a call apart."""
-    order = random.Random(11)
-    streams = [torch.cuda.Stream() for _ in ranks]
-    cases = [inputs_for(order.choice([1, 2, 3]), seed=300 + i) for i in range(40)]
-    torch.cuda.synchronize()
-    results: list[list[Any]] = []
-    for inputs in cases:
-        row: list[Any] = [None] * TP
-        # Which rank's work is enqueued first does not matter: a boundary that waits
-        # leaves room for the publishes of the others.
-        for index in order.sample(range(TP), TP):
-            with torch.cuda.stream(streams[index]):
-                if order.random() < 0.5:
-                    torch.cuda._sleep(order.randrange(200_000))
-                ranks[index].publish(inputs.parts[index])
-                if order.random() < 0.5:
-                    torch.cuda._sleep(order.randrange(200_000))
-                row[index] = ranks[index].consume(*shared_arguments(inputs))
-                ranks[index].join()
-        results.append(row)
-    torch.cuda.synchronize()
-    for inputs, row in zip(cases, results, strict=True):
-        assert_matches(row[0], inputs.boundary(CONSTANTS))
-        assert_same_bits(row)
-
-
 @pytest.mark.parametrize("calls", [1, 2, 3, 4, 5])
 def test_graph_replays(ranks: Any, calls: int) -> None:
     """Graphs of any number of calls, replayed 200 times with new inputs in between."""
@@ -413,3 +386,32 @@ def test_mixes_outlive_dropped_outputs(ranks: Any) -> None:
         ]
         torch.cuda.synchronize()
         assert all(bool((tensor == 0).all()) for tensor in bait)
+
+
+def test_ranks_on_their_own_streams_with_delays(ranks: Any) -> None:
+    """Ranks in any order, delayed at random, so that boundaries wait for publishes."""
+    order = random.Random(11)
+    streams = [torch.cuda.Stream() for _ in ranks]
+    # Few tokens: the boundaries that wait must leave room for the publishes.
+    cases = [inputs_for(order.choice([1, 2, 3]), seed=300 + i) for i in range(40)]
+    torch.cuda._sleep(1)
+    torch.cuda.synchronize()
+    results: list[list[Any]] = []
+    for inputs in cases:
+        for index in order.sample(range(TP), TP):
+            with torch.cuda.stream(streams[index]):
+                if order.random() < 0.5:
+                    torch.cuda._sleep(order.randrange(1, 200_000))
+                ranks[index].publish(inputs.parts[index])
+        row: list[Any] = [None] * TP
+        for index in order.sample(range(TP), TP):
+            with torch.cuda.stream(streams[index]):
+                if order.random() < 0.5:
+                    torch.cuda._sleep(order.randrange(1, 200_000))
+                row[index] = ranks[index].consume(*shared_arguments(inputs))
+                ranks[index].join()
+        results.append(row)
+    torch.cuda.synchronize()
+    for inputs, row in zip(cases, results, strict=True):
+        assert_matches(row[0], inputs.boundary(CONSTANTS))
+        assert_same_bits(row)
