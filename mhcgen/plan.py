@@ -32,11 +32,10 @@ PUBLISH_THREADS = 128
 TOKEN_GROUPS = (1, 2, 3, 4, 5, 8, 12, 16)  # what the plan picks from
 MIXES_THREADS = 32
 INT32_MAX = 2**31 - 1
-FN_BYTES = {"bf16": 2, "fp32": 4}
 SHARED_EXPERT = {"optional": (False, True), "always": (True,), "never": (False,)}
-# Registers of a boundary thread beyond the projection rows that it holds: measured as
-# 76 to 84 on DSL 4.8.1, and rounded up.
-BOUNDARY_REGISTERS = 96
+# Registers of a boundary thread beyond those that hold fn and tokens' inputs: addresses,
+# sums and what is in work. Measured as 50 to 58 on DSL 4.8.1; it is the larger.
+WORKING_REGISTERS = 58
 
 
 @dataclass(frozen=True)
@@ -179,12 +178,14 @@ class TargetPlan:
 
     def shared_bytes(self, group: int) -> int:
         """Shared memory of one boundary block that takes ``group`` tokens."""
-        plan = self.plan
-        stash = self.warps * plan.stash_token_bytes
-        partials = 4 * self.warps * plan.sums_stride
-        sums = 4 * WARP * self.cluster_size
-        norms = 4 * (self.warps + self.cluster_size)
-        return group * (stash + partials + sums + norms)
+        stages = (
+            self.warps * group * self.plan.stash_token_bytes,
+            self.warps * group * self.plan.sums_stride * 4,  # partial sums
+            group * WARP * self.cluster_size * 4,  # sums of the cluster's blocks
+            group * self.warps * 4,  # squares of the warps
+            group * self.cluster_size * 4,  # squares of the blocks
+        )
+        return sum(aligned(stage, FRAGMENT_BYTES) for stage in stages)
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -298,7 +299,7 @@ class Plan:
     @property
     def fn_row_bytes(self) -> int:
         """Bytes of one row of fn."""
-        return self.hc * self.hidden * FN_BYTES[self.spec.precision.fn_weight]
+        return self.hc * self.mailbox.row_bytes
 
     @property
     def fragments_per_warp(self) -> int:
@@ -322,7 +323,7 @@ class Plan:
     @property
     def fn_octets(self) -> int:
         """Octets of fn rows."""
-        return -(-self.mix // OCTET)
+        return self.mix // OCTET
 
     @property
     def tiles(self) -> int:
@@ -355,8 +356,8 @@ class Plan:
     def stash_token_bytes(self) -> int:
         """Bytes from one token's fragments to the next's in a warp's stash.
 
-        Half a row of banks more than a multiple: the two tokens that lanes load together
-        do not collide.
+        Half a row of banks more than a multiple: the two tokens that lanes load
+        together do not collide.
         """
         return self.stash_stream_bytes * self.hc + BANK_BYTES // 2
 
@@ -403,16 +404,24 @@ def powers_of_two_below(limit: int) -> tuple[int, ...]:
     return tuple(1 << bit for bit in range((limit - 1).bit_length()))
 
 
+def aligned(size: int, alignment: int) -> int:
+    """``size`` rounded up to a multiple of ``alignment``."""
+    return -(-size // alignment) * alignment
+
+
 def boundary_name(group: int) -> str:
     """The name of the boundary kernel that takes ``group`` tokens a cluster."""
     return "boundary" if group == 1 else f"grouped_boundary_{group}"
 
 
 def register_limit(threads: int) -> int:
-    """Registers a thread may use when ``threads`` threads fill a multiprocessor."""
-    return min(
-        MAX_REGISTERS_PER_THREAD, REGISTERS_PER_MULTIPROCESSOR // threads // 8 * 8
-    )
+    """Registers a thread may use when a block has a multiprocessor to itself.
+
+    Registers are handed out by eights, to warps by fours.
+    """
+    warps = aligned(-(-threads // WARP), 4)
+    share = REGISTERS_PER_MULTIPROCESSOR // (warps * WARP)
+    return min(MAX_REGISTERS_PER_THREAD, share // 8 * 8)
 
 
 def make_plan(spec: Spec) -> Plan:
@@ -436,6 +445,16 @@ def make_plan(spec: Spec) -> Plan:
 def model_problems(plan: Plan) -> list[Problem]:
     """Faults of the spec that no choice of target can mend."""
     problems = []
+    if plan.spec.precision.fn_weight == "fp32":
+        problems.append(
+            Problem(
+                ("precision", "fn_weight"),
+                "the projection multiplies on BF16 tensor cores, which FP32 rows of fn "
+                "do not fit",
+                given="fp32",
+                allowed="bf16",
+            )
+        )
     if plan.sums > WARP:
         problems.append(
             Problem(
@@ -443,8 +462,27 @@ def model_problems(plan: Plan) -> list[Problem]:
                 f"hc {plan.hc} makes {plan.sums} sums a token, and one warp reduces "
                 f"{WARP}",
                 given=str(plan.hc),
-                allowed="1, 2 or 4",
-                hint=None,
+                allowed="2 or 4",
+            )
+        )
+    elif plan.mix % OCTET:
+        problems.append(
+            Problem(
+                ("model", "hc"),
+                f"hc {plan.hc} makes {plan.mix} mixes, and the projection takes rows "
+                f"of fn by {OCTET}",
+                given=str(plan.hc),
+                allowed="2 or 4",
+            )
+        )
+    elif not legal_clusters(plan):
+        problems.append(
+            Problem(
+                ("model", "hidden"),
+                "no cluster size serves this hidden size; with "
+                f"{PORTABLE_CLUSTER} blocks, {cluster_fault(plan, PORTABLE_CLUSTER)}",
+                given=str(plan.hidden),
+                allowed=f"near it: {', '.join(map(str, nearest_hidden_sizes(plan)))}",
             )
         )
     if plan.mailbox.total_bytes > INT32_MAX:
@@ -452,32 +490,25 @@ def model_problems(plan: Plan) -> list[Problem]:
         problems.append(
             Problem(
                 ("capacity", "max_tokens"),
-                f"the mailbox takes {plan.mailbox.total_bytes} bytes, and kernels index "
-                "it with 32-bit offsets",
+                f"the mailbox takes {plan.mailbox.total_bytes} bytes, and kernels "
+                "index it with 32-bit offsets",
                 given=str(plan.capacity),
                 allowed=f"at most {fits} tokens at this hidden size and tp",
-                hint=None,
-            )
-        )
-    new_residual_bytes = plan.capacity * plan.hc * plan.mailbox.row_bytes
-    if new_residual_bytes > INT32_MAX:
-        problems.append(
-            Problem(
-                ("capacity", "max_tokens"),
-                f"the residual takes {new_residual_bytes} bytes, and kernels index it "
-                "with 32-bit offsets",
-                given=str(plan.capacity),
-                allowed=f"at most {INT32_MAX // (plan.hc * plan.mailbox.row_bytes)}",
-                hint=None,
             )
         )
     return problems
 
 
-def projection_registers(plan: Plan) -> int:
-    """Registers that hold a thread's projection rows."""
-    words = FRAGMENT_WORDS if plan.spec.precision.fn_weight == "bf16" else 2 * FRAGMENT_WORDS
-    return plan.mix * words
+def boundary_registers(plan: Plan) -> int:
+    """Registers that a grouped boundary's thread needs; the boundary needs fewer.
+
+    It holds its part of fn, and the inputs of a token twice: of the one in work and of
+    the next.
+    """
+    fn = plan.fn_octets * len(plan.chunks) * FRAGMENT_WORDS
+    fragments = plan.lane_map.polls + plan.hc
+    weights = 1 + plan.hc
+    return fn + 2 * (fragments * FRAGMENT_WORDS + weights) + WORKING_REGISTERS
 
 
 def cluster_fault(plan: Plan, cluster_size: int) -> str | None:
@@ -496,12 +527,14 @@ def cluster_fault(plan: Plan, cluster_size: int) -> str | None:
             f"{MAX_THREADS_PER_BLOCK}"
         )
     if threads % WARP:
-        return f"a block would have {threads} threads, which is no number of whole warps"
-    needed = projection_registers(plan) + BOUNDARY_REGISTERS
-    if needed > register_limit(threads) + 1:
+        return (
+            f"a block would have {threads} threads, which is no number of whole warps"
+        )
+    needed = boundary_registers(plan)
+    if needed > register_limit(threads):
         return (
             f"{threads} threads a block leave {register_limit(threads)} registers a "
-            f"thread, and the projection needs about {needed}"
+            f"thread, and the boundary needs about {needed}"
         )
     return None
 
@@ -515,6 +548,19 @@ def legal_clusters(plan: Plan) -> tuple[int, ...]:
     )
 
 
+def nearest_hidden_sizes(plan: Plan) -> list[int]:
+    """The next smaller and the next larger hidden size that can be served."""
+
+    def is_legal(hidden: int) -> bool:
+        model = plan.spec.model.model_copy(update={"hidden": hidden})
+        return bool(legal_clusters(Plan(plan.spec.model_copy(update={"model": model}))))
+
+    smaller = range(plan.hidden - FRAGMENT_ELEMENTS, 0, -FRAGMENT_ELEMENTS)
+    larger = range(plan.hidden + FRAGMENT_ELEMENTS, 2 * plan.hidden, FRAGMENT_ELEMENTS)
+    found = (next(filter(is_legal, sizes), None) for sizes in (smaller, larger))
+    return [size for size in found if size is not None]
+
+
 def choose_cluster(plan: Plan) -> int:
     """The cluster size for a spec that names none: the largest legal one."""
     return legal_clusters(plan)[-1]
@@ -525,8 +571,8 @@ def choose_token_groups(
 ) -> tuple[TokenGroup, ...]:
     """Token groups for a spec that names none: one wave of clusters at every M.
 
-    Each group serves the calls that it lets run in one wave; the last one serves the rest
-    of the capacity.
+    Each group serves the calls that it lets run in one wave; the last one serves the
+    rest of the capacity.
     """
     wave = clusters_at_once(architecture, cluster_size)
     rows = []
@@ -548,18 +594,6 @@ def target_problems(
 ) -> list[Problem]:
     """What keeps one target of the spec from being built."""
     key = ("targets", architecture.name)
-    legal = legal_clusters(plan)
-    if not legal:
-        return [
-            Problem(
-                ("model", "hidden"),
-                "no cluster size serves this hidden size: "
-                f"{cluster_fault(plan, PORTABLE_CLUSTER)}",
-                given=str(plan.hidden),
-                allowed=None,
-                hint="choose a hidden size that more cluster sizes divide",
-            )
-        ]
     if target.cluster_size is not None:
         fault = cluster_fault(plan, target.cluster_size)
         if fault is not None:
@@ -568,7 +602,7 @@ def target_problems(
                     (*key, "cluster_size"),
                     fault,
                     given=str(target.cluster_size),
-                    allowed=f"for this spec: {', '.join(map(str, legal))}",
+                    allowed=", ".join(map(str, legal_clusters(plan))),
                     hint="leave it out and the plan picks one",
                 )
             ]
@@ -577,7 +611,11 @@ def target_problems(
     for index, row in enumerate(target.token_groups or ()):
         needed = planned.shared_bytes(row.group)
         if needed > architecture.shared_bytes:
-            fits = architecture.shared_bytes // planned.shared_bytes(2) * 2
+            fits = max(
+                group
+                for group in range(1, row.group)
+                if planned.shared_bytes(group) <= architecture.shared_bytes
+            )
             problems.append(
                 Problem(
                     (*key, "token_groups", index, "group"),
@@ -585,7 +623,6 @@ def target_problems(
                     f"memory; {architecture.name} has {architecture.shared_bytes}",
                     given=str(row.group),
                     allowed=f"at most {fits} at cluster size {planned.cluster_size}",
-                    hint=None,
                 )
             )
     return problems

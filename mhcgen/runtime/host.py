@@ -112,9 +112,9 @@ class FusedBoundary:
             dtype=torch.float32,
             device=self.device,
         )
-        self._side = torch.cuda.Stream(self.device)
-        self._boundary_done = torch.cuda.Event()
-        self._mixes_done = torch.cuda.Event()
+        self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._boundary_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._mixes_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._pending: PendingMixes | None = None
 
     def supports(self, m: int) -> bool:

@@ -204,10 +204,10 @@ class Boundary:
         store_sums(partials[warp, None, None], token_sums, lane, 1)
         cute.arch.sync_threads()
         cute.arch.cluster_wait()
-        block_total = sum_row(partials[None, 0, lane], self.warps)
         place = sums[lane, None].iterator.toint() + block * 4
         for first_peer in cutlass.range_constexpr(0, self.cluster_size, self.warps):
-            if first_peer + warp < self.cluster_size:
+            if first_peer + warp < self.cluster_size and lane <= SQUARES:
+                block_total = sum_row(partials[None, 0, lane], self.warps)
                 ptx.store_peer(place, first_peer + warp, block_total)
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()

@@ -220,9 +220,10 @@ class GroupedBoundary:
         # Each warp serves one (token, peer) pair at a time.
         for pair in cutlass.range(warp, count * self.cluster_size, self.warps):
             index = pair // self.cluster_size
-            block_total = sum_row(partials[None, index, lane], self.warps)
-            place = sums[index, lane, None].iterator.toint() + block * 4
-            ptx.store_peer(place, pair % self.cluster_size, block_total)
+            if lane <= SQUARES:
+                block_total = sum_row(partials[None, index, lane], self.warps)
+                place = sums[index, lane, None].iterator.toint() + block * 4
+                ptx.store_peer(place, pair % self.cluster_size, block_total)
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 

@@ -1,0 +1,356 @@
+"""The plan: derived numbers, the maps that kernels rely on, and what is refused."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mhcgen.architecture import ARCHITECTURES, MAX_THREADS_PER_BLOCK, WARP
+from mhcgen.errors import PlanError
+from mhcgen.plan import (
+    FRAGMENT_BYTES,
+    OCTET,
+    QUAD,
+    Plan,
+    TargetPlan,
+    boundary_name,
+    make_plan,
+    register_limit,
+)
+from mhcgen.spec import Spec
+
+
+def spec_of(
+    hidden: int = 4096,
+    hc: int = 4,
+    tp: int = 4,
+    capacity: int = 256,
+    fn_weight: str = "bf16",
+    **target: Any,
+) -> Spec:
+    return Spec.model_validate(
+        {
+            "name": "x",
+            "model": {"hidden": hidden, "hc": hc},
+            "parallel": {"tp": tp},
+            "capacity": {"max_tokens": capacity},
+            "precision": {"fn_weight": fn_weight},
+            "targets": {"sm_90a": target},
+        }
+    )
+
+
+def plan_of(**fields: Any) -> Plan:
+    return make_plan(spec_of(**fields))
+
+
+def test_flagship_numbers(glm53_plan: Plan) -> None:
+    """The numbers of generated/glm53, worked out by hand."""
+    plan = glm53_plan
+    assert (plan.fragments, plan.mix, plan.sums) == (512, 24, 25)
+    assert plan.mailbox.row_bytes == 8192
+    assert plan.mailbox.slot_bytes == 256 * 8192
+    assert plan.mailbox.total_bytes == 3 * 4 * 256 * 8192
+    assert (plan.publish_threads, plan.publish_blocks) == (128, 4)
+    assert (plan.token_bytes, plan.fn_row_bytes) == (32768, 32768)
+    assert (plan.fn_octets, plan.tiles, plan.squares) == (3, 2, 24)
+    lanes = plan.lane_map
+    assert (lanes.lanes, lanes.sources, lanes.polls) == (4, 4, 1)
+    assert (lanes.butterflies, lanes.splits) == ((1, 2), (2, 1))
+    target = plan.target("sm_90a")
+    assert (target.fragments_per_block, target.threads, target.warps) == (64, 256, 8)
+    assert target.register_limit == 255
+    # 8 warps x (704 + 144) bytes, 32 sums x 8 blocks, 8 warps and 8 blocks.
+    assert target.shared_bytes(1) == 8 * 704 + 8 * 144 + 32 * 8 * 4 + 32 + 32
+
+
+@pytest.mark.parametrize(
+    ("tp", "hc", "sources", "polls", "butterflies", "splits"),
+    [
+        (2, 4, 2, 1, (1,), (2, 1)),
+        (8, 4, 4, 2, (1, 2), (2, 1)),
+        (8, 2, 2, 4, (1,), (1,)),
+        (4, 2, 2, 2, (1,), (1,)),
+    ],
+)
+def test_lane_map(
+    tp: int, hc: int, sources: int, polls: int, butterflies: Any, splits: Any
+) -> None:
+    lanes = plan_of(tp=tp, hc=hc).lane_map
+    assert (lanes.sources, lanes.polls) == (sources, polls)
+    assert (lanes.butterflies, lanes.splits) == (butterflies, splits)
+
+
+def test_dispatch_of_the_flagship(glm53_plan: Plan) -> None:
+    target = glm53_plan.target("sm_90a")
+    wanted = {1: 1, 15: 1, 16: 2, 30: 2, 31: 3, 46: 4, 64: 5, 76: 8, 121: 12, 181: 16}
+    for tokens, group in wanted.items():
+        row = target.token_group(tokens)
+        assert row.group == group
+        publish, boundary, mixes = target.launches(tokens)
+        assert publish.grid == (4, tokens, 1)
+        assert boundary.kernel == boundary_name(group)
+        assert boundary.grid == (8, -(-tokens // group), 1)
+        assert mixes.grid == (-(-tokens // 32), 1, 1)
+    with pytest.raises(ValueError, match="257 tokens exceed the capacity of 256"):
+        target.token_group(257)
+
+
+def test_spec_token_groups_are_taken_as_they_are() -> None:
+    groups = [{"max_tokens": 10, "group": 2}, {"max_tokens": 256, "group": 7}]
+    target = plan_of(token_groups=groups, cluster_size=4, hidden=2048).target("sm_90a")
+    assert [(r.max_tokens, r.group) for r in target.token_groups] == [(10, 2), (256, 7)]
+    assert target.cluster_size == 4
+    assert target.threads == 2048 // 8 // 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "key", "reason"),
+    [
+        ({"hc": 8}, "model.hc", "hc 8 makes 81 sums a token, and one warp reduces 32"),
+        ({"cluster_size": 16}, "cluster_size", "more than 8 blocks are not portable"),
+        ({"cluster_size": 7}, "cluster_size", "cannot share 512 fragments"),
+        ({"cluster_size": 1}, "cluster_size", "2048 threads; the limit is 1024"),
+        ({"cluster_size": 4}, "cluster_size", "leave 128 registers a thread"),
+        ({"hc": 1}, "model.hc", "hc 1 makes 3 mixes, and the projection takes rows"),
+        ({"fn_weight": "fp32"}, "precision.fn_weight", "BF16 tensor cores"),
+        ({"hidden": 2888}, "model.hidden", "cannot share 361 fragments"),
+        ({"hidden": 5120}, "model.hidden", "320 threads a block leave 168 registers"),
+        (
+            {"token_groups": [{"max_tokens": 256, "group": 64}]},
+            "token_groups.0.group",
+            "a group of 64 tokens needs 503808 bytes of shared memory",
+        ),
+    ],
+)
+def test_what_hardware_cannot_do_is_refused(fields: Any, key: str, reason: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_of(**fields)
+    (problem,) = caught.value.problems
+    assert ".".join(map(str, problem.loc)).endswith(key)
+    assert reason in problem.message
+    assert problem.given
+
+
+def test_nearest_legal_values_are_named() -> None:
+    """A refusal names values that are then accepted."""
+    with pytest.raises(PlanError) as caught:
+        plan_of(token_groups=[{"max_tokens": 256, "group": 64}])
+    allowed = caught.value.problems[0].allowed
+    assert allowed == "at most 29 at cluster size 8"
+    plan_of(token_groups=[{"max_tokens": 256, "group": 29}])
+    with pytest.raises(PlanError):
+        plan_of(token_groups=[{"max_tokens": 256, "group": 30}])
+
+
+def test_offsets_stay_within_32_bits() -> None:
+    """Capacities beyond today's range are refused before an offset overflows."""
+    spec = spec_of(hidden=12288, tp=8, hc=2)
+    capacity = spec.capacity.model_copy(update={"max_tokens": 3641})
+    with pytest.raises(PlanError, match="32-bit offsets") as caught:
+        make_plan(spec.model_copy(update={"capacity": capacity}))
+    assert caught.value.problems[0].allowed.startswith("at most 3640 tokens")
+    fits = spec.capacity.model_copy(update={"max_tokens": 3640})
+    make_plan(spec.model_copy(update={"capacity": fits}))
+
+
+@pytest.mark.parametrize("hidden", [2888, 5120, 7168, 16384])
+def test_nearest_hidden_sizes_are_legal(hidden: int) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_of(hidden=hidden)
+    allowed = caught.value.problems[0].allowed
+    assert allowed is not None
+    sizes = [int(size) for size in allowed.removeprefix("near it: ").split(", ")]
+    assert sizes
+    for size in sizes:
+        assert plan_of(hidden=size).hidden == size
+
+
+def test_all_problems_at_once() -> None:
+    spec = spec_of().model_dump()
+    spec["targets"] = {
+        "sm_90a": {"cluster_size": 7},
+        "sm_100a": {"cluster_size": 1},
+    }
+    with pytest.raises(PlanError) as caught:
+        make_plan(Spec.model_validate(spec))
+    assert [problem.loc[1] for problem in caught.value.problems] == [
+        "sm_90a",
+        "sm_100a",
+    ]
+
+
+legal_specs = st.builds(
+    spec_of,
+    hidden=st.integers(8, 2048).map(lambda n: n * 8),
+    hc=st.sampled_from([1, 2, 4, 8]),
+    tp=st.sampled_from([2, 4, 8]),
+    capacity=st.integers(1, 256),
+    cluster_size=st.sampled_from([None, *range(1, 17)]),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(legal_specs)
+def test_any_spec_is_planned_or_refused(spec: Spec) -> None:
+    """A plan keeps every limit of the hardware; what has none says why."""
+    try:
+        plan = make_plan(spec)
+    except PlanError as error:
+        assert all(problem.message and problem.given for problem in error.problems)
+        return
+    target = plan.target("sm_90a")
+    assert target.threads <= MAX_THREADS_PER_BLOCK
+    assert target.threads % WARP == 0
+    assert target.fragments_per_block * target.cluster_size == plan.fragments
+    assert plan.publish_threads * plan.publish_blocks == plan.fragments
+    assert plan.sums <= WARP
+    assert register_limit(target.threads) * target.threads <= 65536
+    limit = ARCHITECTURES["sm_90a"].shared_bytes
+    assert all(target.shared_bytes(group) <= limit for group in target.groups)
+    assert target.token_groups[-1].max_tokens == plan.capacity
+    tokens = [row.max_tokens for row in target.token_groups]
+    assert tokens == sorted(set(tokens))
+    for m in range(1, plan.capacity + 1):
+        boundary = target.launches(m)[1]
+        group = target.token_group(m).group
+        assert (boundary.grid[1] - 1) * group < m <= boundary.grid[1] * group
+
+
+PLANS = [
+    plan_of(hidden=hidden, hc=hc, tp=tp)
+    for hidden, hc in [(4096, 4), (2560, 4), (4096, 2)]
+    for tp in (2, 4, 8)
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"{p.hidden}-{p.hc}-{p.tp}")
+def test_every_rank_is_polled_once_a_fragment(plan: Plan) -> None:
+    """Over one butterfly group of lanes, each rank is polled once, in rank order."""
+    lanes = plan.lane_map
+    for first in range(0, lanes.lanes, lanes.sources):
+        ranks = [
+            lane % lanes.sources * lanes.polls + poll
+            for lane in range(first, first + lanes.sources)
+            for poll in range(lanes.polls)
+        ]
+        assert ranks == list(range(plan.tp))
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"{p.hidden}-{p.hc}-{p.tp}")
+def test_butterflies_add_all_ranks_in_pairwise_order(plan: Plan) -> None:
+    """Followed symbolically, every lane ends with the contract's bracketing."""
+    lanes = plan.lane_map
+
+    def pairs(terms: list[str]) -> str:
+        while len(terms) > 1:
+            terms = [f"({a}+{b})" for a, b in zip(terms[::2], terms[1::2], strict=True)]
+        return terms[0]
+
+    def name(lane: int) -> list[str]:
+        first = lane % lanes.sources * lanes.polls
+        return [str(first + poll) for poll in range(lanes.polls)]
+
+    values = [pairs(name(lane)) for lane in range(WARP)]
+    for distance in lanes.butterflies:
+        # Addition commutes bit for bit, so a pair is written lower lane first.
+        values = [
+            f"({values[min(l, l ^ distance)]}+{values[max(l, l ^ distance)]})"
+            for l in range(WARP)  # noqa: E741
+        ]
+    assert set(values) == {pairs([str(rank) for rank in range(plan.tp)])}
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"{p.hidden}-{p.hc}-{p.tp}")
+def test_splits_give_each_lane_its_columns(plan: Plan) -> None:
+    """Each lane of a fragment ends with columns that follow each other over lanes."""
+    for lane in range(plan.hc):
+        columns = list(range(8))
+        for distance in plan.lane_map.splits:
+            half = len(columns) // 2
+            columns = columns[half:] if lane & distance else columns[:half]
+        share = 2 * plan.lane_words
+        assert columns == list(range(lane * share, lane * share + share))
+
+
+def stash_address(plan: Plan, stream: int, fragment: int) -> int:
+    return stream * plan.stash_stream_bytes + fragment * FRAGMENT_BYTES
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"{p.hidden}-{p.hc}-{p.tp}")
+def test_chunks_cover_a_warp_once(plan: Plan) -> None:
+    """What lanes store to the stash is what chunks load, each fragment once."""
+    stored = {
+        stash_address(plan, lane % plan.hc, lane // plan.hc): lane
+        for lane in range(WARP)
+    }
+    assert len(stored) == WARP
+    loaded = Counter(
+        chunk.stream * plan.stash_stream_bytes
+        + chunk.part * plan.chunk_bytes
+        + quad * FRAGMENT_BYTES
+        for chunk in plan.chunks
+        for quad in range(QUAD)
+    )
+    assert loaded == Counter(stored.keys())
+    assert max(stored) + FRAGMENT_BYTES <= plan.stash_token_bytes
+
+
+def conflicts(addresses: list[int], width: int) -> int:
+    """The most distinct words that one bank must serve for one access of a warp.
+
+    Accesses of 16 bytes are served for eight lanes at a time.
+    """
+    lanes = 128 // width if width == 16 else WARP
+    worst = 0
+    for first in range(0, len(addresses), lanes):
+        banks: dict[int, set[int]] = {}
+        for address in addresses[first : first + lanes]:
+            for word in range(address // 4, (address + width) // 4):
+                banks.setdefault(word % 32, set()).add(word)
+        worst = max(worst, *(len(words) for words in banks.values()))
+    return worst
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"{p.hidden}-{p.hc}-{p.tp}")
+def test_shared_memory_has_no_bank_conflicts(plan: Plan) -> None:
+    stores = [
+        stash_address(plan, lane % plan.hc, lane // plan.hc) for lane in range(WARP)
+    ]
+    assert conflicts(stores, 16) == 1
+    for chunk in plan.chunks:
+        loads = [
+            lane // QUAD * plan.stash_token_bytes
+            + stash_address(plan, chunk.stream, QUAD * chunk.part + lane % QUAD)
+            for lane in range(WARP)
+        ]
+        assert conflicts(loads, 16) == 1
+    sums = [
+        (lane % QUAD * 2 * plan.sums_stride + lane // QUAD) * 4 for lane in range(WARP)
+    ]
+    assert conflicts(sums, 4) == 1
+
+
+def test_sums_fit_their_stride() -> None:
+    for plan in PLANS:
+        assert plan.squares == plan.fn_octets * OCTET >= plan.mix
+        assert plan.squares < plan.sums_stride
+        assert 2 * plan.tiles >= plan.fn_octets + 1
+
+
+def test_target_of_an_architecture_that_the_spec_lacks() -> None:
+    with pytest.raises(KeyError):
+        plan_of().target("sm_100a")
+
+
+def test_reasons_are_told() -> None:
+    def target(**fields: Any) -> TargetPlan:
+        return plan_of(**fields).target("sm_90a")
+
+    assert "picked" in target().cluster_reason
+    assert "from the spec" in target(cluster_size=8).cluster_reason
+    assert "one wave" in target().groups_reason
+    groups = [{"max_tokens": 256, "group": 2}]
+    assert "from the spec" in target(token_groups=groups).groups_reason

@@ -1,0 +1,167 @@
+"""The parts of the runtime that need no GPU."""
+
+import importlib
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from mhcgen.build import write_files
+from mhcgen.plan import Plan
+from mhcgen.render import render
+
+torch = pytest.importorskip("torch")
+mailbox = importlib.import_module("mhcgen.runtime.mailbox")
+loader = importlib.import_module("mhcgen.runtime.loader")
+compiler = importlib.import_module("mhcgen.runtime.compiler")
+BOTH = ("multicast", "unicast")
+
+
+@pytest.mark.parametrize(
+    ("requested", "transports", "mapped", "chosen"),
+    [
+        ("auto", BOTH, True, "multicast"),
+        ("auto", BOTH, False, "unicast"),
+        ("auto", ("unicast",), True, "unicast"),
+        ("auto", ("multicast",), True, "multicast"),
+        ("unicast", BOTH, True, "unicast"),
+        ("multicast", BOTH, True, "multicast"),
+    ],
+)
+def test_transport(
+    requested: str, transports: tuple[str, ...], mapped: bool, chosen: str
+) -> None:
+    transport, reason = mailbox.choose_transport(requested, transports, mapped)
+    assert transport == chosen
+    assert reason
+
+
+@pytest.mark.parametrize(
+    ("requested", "transports", "mapped", "message"),
+    [
+        ("nvls", BOTH, True, "transport is 'nvls'; it must be 'auto'"),
+        ("multicast", BOTH, False, "no multicast mapping on every rank"),
+        ("multicast", ("unicast",), True, "kernels for unicast only"),
+        ("unicast", ("multicast",), True, "kernels for multicast only"),
+        ("auto", ("multicast",), False, "add unicast to parallel.transports"),
+    ],
+)
+def test_transport_that_cannot_be(
+    requested: str, transports: tuple[str, ...], mapped: bool, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        mailbox.choose_transport(requested, transports, mapped)
+
+
+def test_arming_fills_every_element_with_the_sentinel() -> None:
+    buffer = torch.randn(3, 2, 4, 16).bfloat16()
+    mailbox.arm(buffer)
+    assert bool((buffer == 0).all())
+    assert bool(torch.signbit(buffer).all())
+
+
+@pytest.mark.parametrize(
+    ("installed", "fits"), [("4.6.2", False), ("4.6.3", True), ("4.10.0", True)]
+)
+def test_old_compilers_are_refused(
+    monkeypatch: pytest.MonkeyPatch, installed: str, fits: bool
+) -> None:
+    monkeypatch.setattr(compiler.metadata, "version", lambda name: installed)
+    if fits:
+        compiler.check_dsl()
+    else:
+        with pytest.raises(ImportError, match=r"4\.6\.2 is too old .* install 4\.6\.3"):
+            compiler.check_dsl()
+
+
+def test_a_folder_that_is_no_package(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="holds no generated package"):
+        loader.load(tmp_path)
+
+
+def test_without_a_gpu_the_error_says_so(tmp_path: Path, glm53_plan: Plan) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+    (tmp_path / "glm53").mkdir()
+    write_files(tmp_path / "glm53", render(glm53_plan))
+    with pytest.raises(RuntimeError, match="no CUDA device is available"):
+        loader.load_emulated(tmp_path / "glm53")
+    with pytest.raises(RuntimeError, match="init_process_group first"):
+        loader.load(tmp_path / "glm53")
+
+
+def test_a_name_that_another_module_has(tmp_path: Path, glm53_plan: Plan) -> None:
+    """A package never silently becomes another one of the same name."""
+    for parent in ("one", "two"):
+        (tmp_path / parent / "twin").mkdir(parents=True)
+        write_files(tmp_path / parent / "twin", render(glm53_plan))
+    assert loader.import_package(tmp_path / "one" / "twin") == "twin"
+    assert loader.import_package(tmp_path / "one" / "twin") == "twin"
+    with pytest.raises(ImportError, match="already imported from"):
+        loader.import_package(tmp_path / "two" / "twin")
+
+
+AGREE = """
+import sys
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from mhcgen.runtime.mailbox import agree
+
+
+def main(rank, file):
+    dist.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=3
+    )
+    group = dist.group.WORLD
+    print(rank, agree(group, "counting", lambda: rank * 10), flush=True)
+    def fail():
+        if rank == 1:
+            raise MemoryError("no room")
+        return rank
+    try:
+        agree(group, "allocation", fail)
+    except RuntimeError as error:
+        print(rank, str(error).replace("\\n", " | "), type(error.__cause__), flush=True)
+    # The group still works: nobody was left waiting.
+    print(rank, agree(group, "after", lambda: "ok"), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.spawn(main, (sys.argv[1],), nprocs=3)
+"""
+
+
+def test_a_failure_on_one_rank_reaches_all(tmp_path: Path) -> None:
+    script = tmp_path / "agree.py"
+    script.write_text(textwrap.dedent(AGREE))
+    run = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "store")],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    lines = run.stdout.splitlines()
+    for rank in range(3):
+        mine = [line for line in lines if line.startswith(f"{rank} ")]
+        cause = "MemoryError" if rank == 1 else "NoneType"
+        assert mine == [
+            f"{rank} [0, 10, 20]",
+            f"{rank} allocation failed | rank 1: MemoryError: no room "
+            f"<class '{cause}'>",
+            f"{rank} ['ok', 'ok', 'ok']",
+        ]
+
+
+def test_the_runtime_of_a_package_is_this_one(glm53_plan: Plan) -> None:
+    """Below its header, each runtime file is emitted as it is."""
+    files = render(glm53_plan)
+    source = Path(mailbox.__file__).parent
+    for name in ("__init__", "compiler", "host", "loader", "mailbox"):
+        text = next(t for p, t in files.items() if str(p) == f"runtime/{name}.py")
+        assert text.endswith(source.joinpath(f"{name}.py").read_text())
+        assert re.match(r"# SPDX-License-Identifier: Apache-2.0\n", text)
