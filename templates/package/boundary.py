@@ -37,6 +37,7 @@ from .signature import current_stream, tensor
 from .steps import (
     collapse,
     load_arrivals,
+    load_mix_weights,
     load_old_streams,
     load_projection,
     normalize,
@@ -175,11 +176,10 @@ class Boundary:
 
         # The publish before this kernel triggers after its own wait, so what earlier
         # kernels wrote is complete; the rows that publish sends announce themselves.
-        generation = ptx.load_int_volatile(state.iterator.toint())
+        generation = ptx.load_int_relaxed(state.iterator.toint())
         token_bytes = Int64(token * TOKEN_BYTES + column)
         old = load_old_streams(residual.iterator.toint() + token_bytes)
-        post_weight = post[token, stream, 0]
-        comb_weights = [comb[token, source, stream] for source in range(HC)]
+        post_weight, comb_weights = load_mix_weights(post, comb, token, stream)
         first_rank = stream % SOURCES * POLLS
         slot = mailbox.iterator.toint() + Int64(
             generation * GENERATION_BYTES
@@ -242,5 +242,7 @@ class Boundary:
         for index, word in enumerate(normalized):
             output[token, first_word + index] = word
 
+        # A later kernel that waits for this one may rely on all before it.
+        cute.arch.griddepcontrol_wait()
         if block == 0 and thread == 0 and arrival == last:
             state[0] = (generation + 1) % GENERATIONS

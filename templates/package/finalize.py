@@ -94,7 +94,7 @@ class Finalize:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
-        generation = ptx.load_int_volatile(state.iterator.toint())
+        generation = ptx.load_int_relaxed(state.iterator.toint())
         indices = [expanded_idx_to_permuted_idx[token, k] for k in range(TOP_K)]
         present = [index >= 0 for index in indices]
         # The weight of an absent row is never used: it may be NaN.

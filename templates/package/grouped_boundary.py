@@ -33,6 +33,7 @@ from .constants import (
 from .steps import (
     collapse,
     load_arrivals,
+    load_mix_weights,
     load_old_streams,
     load_projection,
     normalize,
@@ -168,7 +169,7 @@ class GroupedBoundary:
 
         # The publish before this kernel triggers after its own wait, so what earlier
         # kernels wrote is complete; the rows that publish sends announce themselves.
-        generation = ptx.load_int_volatile(state.iterator.toint())
+        generation = ptx.load_int_relaxed(state.iterator.toint())
         first_rank = stream % SOURCES * POLLS
         slots = mailbox.iterator.toint() + Int64(
             generation * GENERATION_BYTES + first_rank * SLOT_BYTES + column
@@ -180,8 +181,7 @@ class GroupedBoundary:
         own_stash = warp_stash + stream * STASH_STREAM + lane // HC * FRAGMENT_BYTES
         arrivals = load_arrivals(slots + Int64(first * ROW_BYTES))
         old = load_old_streams(old_streams + Int64(first * TOKEN_BYTES))
-        post_weight = post[first, stream, 0]
-        comb_weights = [comb[first, source, stream] for source in range(HC)]
+        post_weight, comb_weights = load_mix_weights(post, comb, first, stream)
         for index in cutlass.range(count):
             token = first + index
             # The next token's loads are in flight while this one is projected. The last
@@ -189,8 +189,7 @@ class GroupedBoundary:
             following = first + cutlass.min(index + 1, count - 1)
             next_arrivals = load_arrivals(slots + Int64(following * ROW_BYTES))
             next_old = load_old_streams(old_streams + Int64(following * TOKEN_BYTES))
-            next_post = post[following, stream, 0]
-            next_comb = [comb[following, source, stream] for source in range(HC)]
+            next_post, next_comb = load_mix_weights(post, comb, following, stream)
 
             y = receive(slots + Int64(token * ROW_BYTES), arrivals)
             new = post_mix(y, post_weight, comb_weights, old)
@@ -266,5 +265,7 @@ class GroupedBoundary:
             for word in cutlass.range_constexpr(LANE_WORDS):
                 output[first + index, first_word + word] = normalized[word]
 
+        # A later kernel that waits for this one may rely on all before it.
+        cute.arch.griddepcontrol_wait()
         if block == 0 and thread == 0 and arrival == last:
             state[0] = (generation + 1) % GENERATIONS

@@ -73,7 +73,7 @@ class Publish:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
-        generation = ptx.load_int_volatile(state.iterator.toint())
+        generation = ptx.load_int_relaxed(state.iterator.toint())
         words = ptx.load_fragment(
             x.iterator.toint() + Int64(token * ROW_BYTES + column)
         )

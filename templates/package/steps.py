@@ -31,6 +31,7 @@ from .constants import (
 )
 
 SENTINEL_PAIR = 0x80008000  # two BF16 of -0.0
+FLOAT_BYTES = 4
 LOG2_E = 1.4426950408889634
 
 
@@ -163,7 +164,20 @@ def post_mix(y, post, comb, old):
 
 def load_old_streams(address):
     """Loads one fragment of each residual stream of a token."""
-    return [ptx.load_fragment(address + index * ROW_BYTES) for index in range(HC)]
+    return [ptx.load_relaxed(address + index * ROW_BYTES) for index in range(HC)]
+
+
+def load_mix_weights(post, comb, token, stream):
+    """Loads a stream's post-mix and its column of the residual mix of a token."""
+    post_row = post[token, None, 0].iterator.toint()
+    comb_row = comb[token, None, None].iterator.toint()
+    return (
+        ptx.load_float_relaxed(post_row + stream * FLOAT_BYTES),
+        [
+            ptx.load_float_relaxed(comb_row + (source * HC + stream) * FLOAT_BYTES)
+            for source in range(HC)
+        ],
+    )
 
 
 def load_projection(address):
