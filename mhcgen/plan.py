@@ -33,8 +33,8 @@ TOKEN_GROUPS = (1, 2, 3, 4, 5, 8, 12, 16)  # what the plan picks from
 MIXES_THREADS = 32
 INT32_MAX = 2**31 - 1
 SHARED_EXPERT = {"optional": (False, True), "always": (True,), "never": (False,)}
-# Registers of a boundary thread beyond those that hold fn and tokens' inputs: addresses,
-# sums and what is in work. Measured as 50 to 58 on DSL 4.8.1; it is the larger.
+# Registers of a boundary thread beyond those that hold fn and tokens' inputs, for
+# addresses, sums and what is in work. Measured as 50 to 58 on DSL 4.8.1.
 WORKING_REGISTERS = 58
 
 

@@ -1,0 +1,280 @@
+"""The command line. Exit codes: 0 done, 1 failed or stale, 2 the user's mistake."""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from mhcgen import __version__
+from mhcgen.build import BuildError, Package, Staging, write_files
+from mhcgen.compilation import (
+    CompiledKernel,
+    CompileError,
+    Job,
+    check_archs,
+    compile_kernels,
+    jobs_of,
+)
+from mhcgen.console import progress, show_diff, show_table
+from mhcgen.errors import MhcgenError, PlanError
+from mhcgen.explain import as_json, explain, show
+from mhcgen.plan import Plan, make_plan
+from mhcgen.render import render
+from mhcgen.spec import schema_text
+from mhcgen.spec_file import load_spec
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Archs = Annotated[
+    list[str] | None,
+    typer.Option("--arch", metavar="ARCH", help="Only this architecture; repeatable."),
+]
+Jobs = Annotated[
+    int | None,
+    typer.Option("--jobs", min=1, help="Compiler processes; one a core by default."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"mhcgen {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version and leave.",
+        ),
+    ] = False,
+) -> None:
+    """GPU kernels for models with manifold-constrained hyper-connections."""
+
+
+@app.command()
+def build(
+    specs: Annotated[list[Path], typer.Argument(metavar="SPEC...")],
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="The folder that holds packages.")
+    ] = Path("generated"),
+    arch: Archs = None,
+    no_compile: Annotated[
+        bool, typer.Option("--no-compile", help="Write packages without a compilation.")
+    ] = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Write nothing; show how packages differ, and exit with 1."
+        ),
+    ] = False,
+    jobs: Jobs = None,
+) -> None:
+    """Make packages from specs, and compile every kernel.
+
+    A package is replaced once all its kernels compile, and whole or not at all.
+    """
+    plans = load_plans(specs, arch or ())
+    packages = [Package(plan.name, render(plan), out) for plan in plans]
+    if check:
+        if not all([check_package(package) for package in packages]):
+            raise typer.Exit(1)
+        return
+    with ExitStack() as stack:
+        stagings = [stack.enter_context(Staging(package)) for package in packages]
+        compiled = []
+        if not no_compile:
+            kernels = [job for s in stagings for job in jobs_of(s.folder, arch or ())]
+            compiled = compile_all(kernels, jobs)
+        for staging in stagings:
+            staging.install()
+            report(staging, compiled)
+
+
+def check_package(package: Package) -> bool:
+    """Whether a package is up to date; shows the difference if it is not."""
+    stale = show_diff(package.differences())
+    state = "is stale: run mhcgen build" if stale else "up to date"
+    print(f"{package.name}: {state}")
+    return not stale
+
+
+def report(staging: Staging, compiled: Iterable[CompiledKernel]) -> None:
+    """Tells what was done for one package."""
+    package = staging.package
+    line = f"{package.name}: "
+    if staging.is_fresh:
+        line += "up to date"
+    else:
+        line += f"{len(package.files)} files written to {package.target}"
+    mine = [kernel for kernel in compiled if kernel.package == package.name]
+    if mine:
+        archs = ", ".join(dict.fromkeys(kernel.arch for kernel in mine))
+        line += f"; {len(mine)} kernels compile for {archs}"
+    print(line)
+
+
+@app.command("compile")
+def compile_(
+    sources: Annotated[list[Path], typer.Argument(metavar="SPEC_OR_PACKAGE...")],
+    arch: Archs = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep the PTX and cubin of each kernel here."),
+    ] = None,
+    json_: AsJson = False,
+    jobs: Jobs = None,
+) -> None:
+    """Compile every kernel of specs or of packages, and show what each uses."""
+    archs = arch or ()
+    packages = [path for path in sources if path.is_dir()]
+    plans = load_plans([path for path in sources if path not in packages], archs)
+    with tempfile.TemporaryDirectory(prefix="mhcgen-") as folder:
+        for plan in plans:
+            packages.append(Path(folder, plan.name))
+            write_files(packages[-1], render(plan))
+        kernels: list[Job] = []
+        for package in packages:
+            kept = keep / package.name if keep and len(packages) > 1 else keep
+            kernels += jobs_of(package, archs, kept)
+        results = compile_all(kernels, jobs)
+    if json_:
+        print(json.dumps([asdict(result) for result in results], indent=2))
+        return
+    show_table(
+        "Resources: registers and bytes of a thread, shared bytes of a block",
+        (
+            "package",
+            "kernel",
+            "arch",
+            "registers",
+            "spill stores",
+            "spill loads",
+            "stack",
+            "shared",
+            "seconds",
+        ),
+        [tuple(asdict(result).values()) for result in results],
+    )
+
+
+def compile_all(jobs: Sequence[Job], processes: int | None) -> list[CompiledKernel]:
+    """Compiles kernels and shows how far it is."""
+    with progress("compiling", len(jobs)) as advance:
+        return compile_kernels(
+            jobs, processes, lambda kernel: advance(f"{kernel.name} {kernel.arch}")
+        )
+
+
+@app.command("explain")
+def explain_(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC")],
+    arch: Archs = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(metavar="M", help="Show the launches of a call of M tokens."),
+    ] = None,
+    json_: AsJson = False,
+) -> None:
+    """Show everything that follows from a spec, and where each number comes from."""
+    (plan,) = load_plans([spec], arch or ())
+    sections = explain(plan, arch or (), tokens)
+    if json_:
+        print(json.dumps(as_json(plan, sections), indent=2))
+    else:
+        show(sections)
+
+
+@app.command()
+def schema(
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write it here instead.")
+    ] = None,
+) -> None:
+    """Print the JSON Schema of specs, for editors."""
+    if output is None:
+        print(schema_text(), end="")
+        return
+    try:
+        output.write_text(schema_text(), "utf-8")
+    except OSError as error:
+        raise BuildError(f"cannot write {output}: {error.strerror}") from error
+
+
+def load_plans(paths: Iterable[Path], archs: Sequence[str]) -> list[Plan]:
+    """The plans of specs, all of them or none.
+
+    Raises:
+        MhcgenError: What is wrong with each spec that is wrong, or with two together.
+    """
+    plans: dict[str, Plan] = {}
+    origins: dict[str, Path] = {}
+    errors = []
+    for path in paths:
+        try:
+            plan = _load_plan(path)
+            check_archs(plan.name, archs, [target.arch for target in plan.targets])
+        except MhcgenError as error:
+            errors.append(str(error))
+            continue
+        if plan.name in plans:
+            errors.append(
+                f"{origins[plan.name]} and {path} both make a package named "
+                f"{plan.name}: give each spec a name of its own"
+            )
+        plans[plan.name] = plan
+        origins[plan.name] = path
+    if errors:
+        raise MhcgenError("\n".join(errors))
+    return list(plans.values())
+
+
+def _load_plan(path: Path) -> Plan:
+    source = load_spec(path)
+    try:
+        return make_plan(source.spec)
+    except PlanError as error:
+        raise error.in_file(source) from error
+
+
+def main() -> NoReturn:
+    """Runs the command line."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except MhcgenError as error:
+        _fail(error, 2)
+    except (BuildError, CompileError) as error:
+        _fail(error, 1)
+    except BrokenPipeError:
+        # Whoever read the output has left; the interpreter must not flush it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    sys.exit(0)
+
+
+def _fail(error: Exception, code: int) -> NoReturn:
+    print(error, file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,193 @@
+"""The program that compiles kernels, one a request, in a process of its own.
+
+It reads requests from standard input and answers on standard output, one JSON object a
+line; what the compiler prints goes to standard error, which is a file. It imports
+nothing of mhcgen, so that packages are seen to work without it.
+"""
+
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+DUMP = Path("dump")
+ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+MEMORY = re.compile(
+    r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+)
+REGISTERS = re.compile(r"Used (\d+) registers")
+SHARED = re.compile(r"(\d+) bytes smem")
+ERROR_LINES = 12
+
+# Of the attributes in a cubin's .nv.info: those wanted, and the form that has a size.
+REGISTER_COUNT = 0x2F
+FRAME_SIZE = 0x11
+SIZED = 0x04
+
+
+def main() -> None:
+    """Answers requests until there are no more."""
+    sys.path[:] = json.loads(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        try:
+            answer = compiled(json.loads(line))
+        except Exception as error:
+            answer = {"error": described(error)}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def compiled(request: dict[str, Any]) -> dict[str, Any]:
+    """Compiles one kernel, and tells what it uses."""
+    package = imported(request["package"], Path(request["folder"]))
+    arch, name = request["arch"], request["kernel"]
+    kernels = importlib.import_module(f"{package}.kernels")
+    table = kernels.kernels(arch)
+    if set(table) != set(request["kernels"]):
+        differing = ", ".join(sorted(set(table) ^ set(request["kernels"])))
+        raise LookupError(f"kernels.py and manifest.json disagree about {differing}")
+    compiler = importlib.import_module(f"{package}.runtime.compiler")
+    shutil.rmtree(DUMP, ignore_errors=True)
+    DUMP.mkdir()
+    options = f"--keep-ptx --keep-cubin --dump-dir {DUMP}"
+    if reports_resources():
+        options += " remarks{ptx}"
+    before = os.fstat(2).st_size
+    start = time.perf_counter()
+    compiler.compile_kernel(table[name], kernels.symbol(name), arch, options)
+    seconds = time.perf_counter() - start
+    report = printed_since(before)
+    artifacts = {suffix: artifact(suffix) for suffix in ("ptx", "cubin")}
+    used = resources(report) or resources_of_cubin(artifacts["cubin"].read_bytes())
+    if request["keep"]:
+        for suffix, path in artifacts.items():
+            shutil.move(path, Path(request["keep"], f"{name}.{arch}.{suffix}"))
+    return used | {"seconds": round(seconds, 3)}
+
+
+def reports_resources() -> bool:
+    """Whether the compiler passes on what ptxas reports: from release 4.8 on."""
+    numbers = metadata.version("nvidia-cutlass-dsl").split(".")
+    return tuple(map(int, numbers[:2])) >= (4, 8)
+
+
+def artifact(suffix: str) -> Path:
+    """The one file with a suffix that the compiler left."""
+    files = list(DUMP.rglob(f"*.{suffix}"))
+    if len(files) != 1:
+        raise LookupError(f"the compiler left {len(files)} {suffix} files, not one")
+    return files[0]
+
+
+def imported(name: str, folder: Path) -> str:
+    """Imports a package from its folder, and its modules on demand.
+
+    The folder's parent stays off sys.path: it may hold modules that hide others.
+    """
+    module = sys.modules.get(name)
+    if not module or not is_from(module, folder):
+        for known in [key for key in sys.modules if key.split(".")[0] == name]:
+            del sys.modules[known]
+        # The DSL reads the source of kernels again, so that it must be a file.
+        spec = importlib.util.spec_from_file_location(
+            name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{folder} is no package")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        sys.dont_write_bytecode = True
+        spec.loader.exec_module(module)
+    return name
+
+
+def is_from(module: ModuleType, folder: Path) -> bool:
+    """Whether a module is the package of a folder."""
+    return getattr(module, "__path__", None) == [str(folder)]
+
+
+def printed_since(offset: int) -> str:
+    """What has been printed to standard error from an offset on, without colours."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    printed = os.pread(2, os.fstat(2).st_size - offset, offset)
+    return ANSI.sub("", printed.decode("utf-8", "replace"))
+
+
+def resources(report: str) -> dict[str, int | None]:
+    """The resources in a report of ptxas; the largest, where it has several kernels."""
+    registers = [int(match[1]) for match in REGISTERS.finditer(report)]
+    if not registers:
+        return {}
+    memory = [tuple(map(int, match.groups())) for match in MEMORY.finditer(report)]
+    stack, stores, loads = map(max, zip(*memory or [(0, 0, 0)], strict=True))
+    shared = [int(match[1]) for match in SHARED.finditer(report)]
+    return {
+        "registers": max(registers),
+        "stack": stack,
+        "spill_stores": stores,
+        "spill_loads": loads,
+        "static_shared": max(shared, default=0),
+    }
+
+
+def resources_of_cubin(data: bytes) -> dict[str, int | None]:
+    """The resources that a cubin declares, for compilers that report none.
+
+    It does not tell spills from other uses of the stack: they are unknown unless there
+    is no stack.
+    """
+    attributes: dict[int, list[int]] = {REGISTER_COUNT: [], FRAME_SIZE: [0]}
+    shared = [0]
+    for name, start, size in sections(data):
+        if name.startswith(".nv.shared.") and ".reserved." not in name:
+            shared.append(size)
+        position = start if name == ".nv.info" else start + size
+        while position < start + size:
+            form, attribute, length = struct.unpack_from("<BBH", data, position)
+            if attribute in attributes:
+                (value,) = struct.unpack_from("<I", data, position + 8)
+                attributes[attribute].append(value)
+            position += 4 + (length if form == SIZED else 0)
+    stack = max(attributes[FRAME_SIZE])
+    return {
+        "registers": max(attributes[REGISTER_COUNT]),
+        "stack": stack,
+        "spill_stores": None if stack else 0,
+        "spill_loads": None if stack else 0,
+        "static_shared": max(shared),
+    }
+
+
+def sections(data: bytes) -> Iterator[tuple[str, int, int]]:
+    """Name, offset and size of each section of a 64-bit ELF file."""
+    (table,) = struct.unpack_from("<Q", data, 0x28)
+    entry, count, names = struct.unpack_from("<HHH", data, 0x3A)
+    headers = [
+        struct.unpack_from("<IIQQQQ", data, table + index * entry)
+        for index in range(count)
+    ]
+    for header in headers:
+        start = headers[names][4] + header[0]
+        yield data[start : data.index(b"\0", start)].decode(), header[4], header[5]
+
+
+def described(error: Exception) -> str:
+    """The last lines of an error's text."""
+    lines = ANSI.sub("", f"{type(error).__name__}: {error}").rstrip().splitlines()
+    return "\n".join(line.rstrip() for line in lines[-ERROR_LINES:])
+
+
+if __name__ == "__main__":
+    main()

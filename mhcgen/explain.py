@@ -1,0 +1,300 @@
+"""Explaining a plan: every number with the sum that it comes from."""
+
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mhcgen.architecture import (
+    MAX_REGISTERS_PER_THREAD,
+    REGISTERS_PER_MULTIPROCESSOR,
+    WARP,
+)
+from mhcgen.console import show_table
+from mhcgen.errors import MhcgenError
+from mhcgen.plan import (
+    FRAGMENT_BYTES,
+    FRAGMENT_ELEMENTS,
+    GENERATIONS,
+    PUBLISH_THREADS,
+    Plan,
+    TargetPlan,
+    boundary_registers,
+)
+from mhcgen.render import kernel_rows
+
+Value = int | bool | str | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One quantity of a plan.
+
+    Attributes:
+        key: Its name.
+        value: How much it is.
+        how: Where it comes from.
+    """
+
+    key: str
+    value: Value
+    how: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Quantities that go together in rows."""
+
+    key: str
+    rows: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of an explanation."""
+
+    key: str
+    title: str
+    facts: list[Fact]
+    tables: list[Table] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """The values by their names."""
+        facts = {fact.key: fact.value for fact in self.facts}
+        return facts | {table.key: table.rows for table in self.tables}
+
+    def show(self) -> None:
+        """Prints the section."""
+        show_table(
+            self.title,
+            ("quantity", "value", "derivation"),
+            [(_words(fact.key), _text(fact.value), fact.how) for fact in self.facts],
+        )
+        for table in self.tables:
+            if table.rows:
+                show_table(
+                    f"{self.title}: {_words(table.key)}",
+                    [_words(key) for key in table.rows[0]],
+                    [
+                        [_text(v) if isinstance(v, tuple) else v for v in row.values()]
+                        for row in table.rows
+                    ],
+                )
+
+
+def _words(key: str) -> str:
+    return key.replace("_", " ")
+
+
+def _text(value: Value) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "none"
+    return str(value)
+
+
+def explain(
+    plan: Plan, archs: Collection[str] = (), tokens: int | None = None
+) -> list[Section]:
+    """Everything that follows from a spec.
+
+    Args:
+        plan: The plan to explain.
+        archs: The architectures to explain; all if empty. The plan has each.
+        tokens: A number of tokens whose launches are to be explained.
+
+    Raises:
+        MhcgenError: No call can have so many tokens.
+    """
+    if tokens is not None and not 0 <= tokens <= plan.capacity:
+        raise MhcgenError(
+            f"--tokens {tokens}: a call of {plan.name} has 0 to {plan.capacity} tokens "
+            "(capacity.max_tokens)"
+        )
+    targets = [target for target in plan.targets if not archs or target.arch in archs]
+    return [
+        _shape(plan),
+        _lanes(plan),
+        _mailbox(plan),
+        *(_target(target, tokens) for target in targets),
+    ]
+
+
+def as_json(plan: Plan, sections: list[Section]) -> dict[str, Any]:
+    """An explanation as one JSON object."""
+    return {"name": plan.name} | {
+        section.key: section.as_json() for section in sections
+    }
+
+
+def show(sections: list[Section]) -> None:
+    """Prints an explanation."""
+    for index, section in enumerate(sections):
+        if index:
+            print()
+        section.show()
+
+
+def _shape(plan: Plan) -> Section:
+    return Section(
+        "shape",
+        f"{plan.name}: shape",
+        [
+            Fact("hidden", plan.hidden, "model.hidden"),
+            Fact("streams", plan.hc, "model.hc"),
+            Fact("mixes", plan.mix, f"= {plan.hc} streams x (2 + {plan.hc} streams)"),
+            Fact("sums", plan.sums, f"= {plan.mix} mixes + 1 square sum"),
+            Fact(
+                "fragments",
+                plan.fragments,
+                f"= {plan.hidden} elements / {FRAGMENT_ELEMENTS}, "
+                f"{FRAGMENT_BYTES} bytes each",
+            ),
+            Fact(
+                "publish_threads",
+                plan.publish_threads,
+                f"divides {plan.fragments} fragments; at most {PUBLISH_THREADS}",
+            ),
+            Fact(
+                "publish_blocks",
+                plan.publish_blocks,
+                f"= {plan.fragments} fragments / {plan.publish_threads} threads",
+            ),
+        ],
+    )
+
+
+def _lanes(plan: Plan) -> Section:
+    lanes = plan.lane_map
+    rows = []
+    for lane in range(lanes.lanes):
+        first = lane % lanes.sources * lanes.polls
+        ranks = " ".join(str(first + poll) for poll in range(lanes.polls))
+        rows.append({"lane": lane, "polls_ranks": ranks, "owns_stream": lane})
+    return Section(
+        "lane_map",
+        f"{plan.name}: lane map of a fragment",
+        [
+            Fact("lanes", lanes.lanes, f"one for each of {plan.hc} streams"),
+            Fact(
+                "sources", lanes.sources, f"= min({plan.tp} ranks, {plan.hc} streams)"
+            ),
+            Fact("polls", lanes.polls, f"= {plan.tp} ranks / {lanes.sources} sources"),
+            Fact("butterflies", lanes.butterflies, "shuffles that sum the sources"),
+            Fact("splits", lanes.splits, "shuffles that spread a collapsed fragment"),
+        ],
+        [Table("lane_table", rows)],
+    )
+
+
+def _mailbox(plan: Plan) -> Section:
+    box = plan.mailbox
+    return Section(
+        "mailbox",
+        f"{plan.name}: mailbox [generation, rank, token, element]",
+        [
+            Fact(
+                "mailbox_shape",
+                (GENERATIONS, box.tp, box.capacity, box.hidden),
+                "generations, tp, capacity.max_tokens, hidden",
+            ),
+            Fact(
+                "row_bytes",
+                box.row_bytes,
+                f"= {box.hidden} elements x {box.row_bytes // box.hidden} bytes",
+            ),
+            Fact(
+                "slot_bytes", box.slot_bytes, f"= {box.capacity} rows x {box.row_bytes}"
+            ),
+            Fact(
+                "generation_bytes",
+                box.generation_bytes,
+                f"= {box.tp} ranks x {box.slot_bytes}",
+            ),
+            Fact(
+                "total_bytes",
+                box.total_bytes,
+                f"= {GENERATIONS} generations x {box.generation_bytes}",
+            ),
+        ],
+    )
+
+
+def _target(target: TargetPlan, tokens: int | None) -> Section:
+    plan = target.plan
+    tables = [
+        Table("kernels", [asdict(row) for row in kernel_rows(target)]),
+        Table("dispatch", _dispatch(target)),
+    ]
+    if tokens is not None:
+        launches = target.launches(tokens) if tokens else ()
+        tables.append(Table("launches", [asdict(launch) for launch in launches]))
+    return Section(
+        target.arch,
+        f"{target.arch} ({target.architecture.products})",
+        [
+            Fact("cluster_size", target.cluster_size, target.cluster_reason),
+            Fact(
+                "fragments_per_block",
+                target.fragments_per_block,
+                f"= {plan.fragments} fragments / {target.cluster_size} blocks",
+            ),
+            Fact(
+                "threads",
+                target.threads,
+                f"= {plan.fragments} fragments / {target.cluster_size} blocks "
+                f"x {plan.lane_map.lanes} lanes",
+            ),
+            Fact("warps", target.warps, f"= {target.threads} threads / {WARP}"),
+            Fact(
+                "register_limit",
+                target.register_limit,
+                f"= {REGISTERS_PER_MULTIPROCESSOR} registers / {target.threads} "
+                f"threads, at most {MAX_REGISTERS_PER_THREAD}",
+            ),
+            Fact(
+                "boundary_registers",
+                boundary_registers(plan),
+                f"estimated, for {plan.fn_octets * len(plan.chunks)} fragments of fn "
+                "and two tokens in flight",
+            ),
+            Fact(
+                "shared_limit",
+                target.architecture.shared_bytes,
+                "bytes that a block may use",
+            ),
+            *(
+                Fact(
+                    f"shared_bytes_group_{group}",
+                    target.shared_bytes(group),
+                    _shared(target, group),
+                )
+                for group in target.groups
+            ),
+        ],
+        tables,
+    )
+
+
+def _shared(target: TargetPlan, group: int) -> str:
+    each, rest = divmod(target.shared_bytes(group), group)
+    padding = f" + {rest} of alignment" if rest else ""
+    return f"= {group} token{'s' * (group > 1)} x {each} bytes{padding}"
+
+
+def _dispatch(target: TargetPlan) -> list[dict[str, Any]]:
+    rows = []
+    first = 1
+    for row in target.token_groups:
+        rows.append(
+            {
+                "tokens": f"{first} to {row.max_tokens}",
+                "kernel": row.kernel,
+                "token_group": row.group,
+                "clusters": f"{-(-first // row.group)} to "
+                f"{-(-row.max_tokens // row.group)}",
+                "reason": target.groups_reason,
+            }
+        )
+        first = row.max_tokens + 1
+    return rows

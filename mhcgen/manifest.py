@@ -1,0 +1,100 @@
+"""The manifest: what a package says about itself, for whoever does not read Python."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+
+GENERATOR = "mhcgen"
+MANIFEST = PurePosixPath("manifest.json")
+DSL_RANGE = ">=4.6.3,<4.9"
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """The launch shape of one kernel on one architecture.
+
+    Attributes:
+        name: Its name in the package's table of kernels.
+        cluster: Thread blocks of a cluster.
+        threads: Threads of a block.
+        shared_bytes: Shared memory of a block.
+        token_group: Tokens that a cluster takes together; None where it takes all.
+    """
+
+    name: str
+    cluster: int
+    threads: int
+    shared_bytes: int
+    token_group: int | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a package is, and what made it.
+
+    Attributes:
+        name: The package's name.
+        version: The release of mhcgen that made it.
+        spec_sha256: Identity of the resolved spec.
+        templates_sha256: Identity of the templates.
+        kernels: The kernels by architecture.
+        files: Every file of the package.
+    """
+
+    name: str
+    version: str
+    spec_sha256: str
+    templates_sha256: str
+    kernels: dict[str, tuple[KernelRow, ...]]
+    files: tuple[PurePosixPath, ...]
+
+    def text(self) -> str:
+        """The manifest as its file holds it."""
+        content = {
+            "generator": GENERATOR,
+            "version": self.version,
+            "name": self.name,
+            "spec_sha256": self.spec_sha256,
+            "templates_sha256": self.templates_sha256,
+            "requires": {"nvidia-cutlass-dsl": DSL_RANGE},
+            "kernels": {
+                arch: [asdict(row) for row in rows]
+                for arch, rows in self.kernels.items()
+            },
+            "files": sorted(map(str, self.files)),
+        }
+        return json.dumps(content, indent=2) + "\n"
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a package; None where mhcgen did not make the folder.
+
+    Raises:
+        OSError: There is a manifest, and it cannot be read.
+    """
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+        if content["generator"] != GENERATOR:
+            return None
+        return Manifest(
+            name=str(content["name"]),
+            version=str(content["version"]),
+            spec_sha256=str(content["spec_sha256"]),
+            templates_sha256=str(content["templates_sha256"]),
+            kernels={
+                arch: tuple(KernelRow(**row) for row in rows)
+                for arch, rows in content["kernels"].items()
+            },
+            files=tuple(map(PurePosixPath, content["files"])),
+        )
+    except (
+        FileNotFoundError,
+        NotADirectoryError,
+        IsADirectoryError,
+        ValueError,  # not JSON, or not UTF-8
+        TypeError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+    ):
+        return None

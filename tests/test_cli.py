@@ -1,0 +1,503 @@
+"""The command line: what it prints, its exit codes, and what it leaves alone."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
+
+import pytest
+
+from mhcgen import __version__, cli
+from mhcgen.manifest import read_manifest
+from mhcgen.plan import Plan
+from mhcgen.resources import resource
+
+SPECS = resource("specs")
+GLM53 = SPECS / "glm53.yaml"
+TP2 = SPECS / "glm53_tp2.yaml"
+COMMAND = [sys.executable, "-m", "mhcgen"]
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Run:
+    """Runs a command in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["mhcgen", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        out, err = capsys.readouterr()
+        return Result(int(caught.value.code or 0), out, err)
+
+    return run
+
+
+def built(run: Run, *arguments: object) -> Result:
+    return run("build", "--no-compile", *arguments)
+
+
+@pytest.fixture
+def wrong(tmp_path: Path) -> Path:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(GLM53.read_text().replace("hidden: 4096", "hidden: 4097"))
+    return path
+
+
+@pytest.fixture
+def unplannable(tmp_path: Path) -> Path:
+    path = tmp_path / "unplannable.yaml"
+    path.write_text(GLM53.read_text().replace("cluster_size: 8", "cluster_size: 7"))
+    return path
+
+
+# Commands
+
+
+def test_version(run: Run) -> None:
+    assert run("--version") == Result(0, f"mhcgen {__version__}\n", "")
+
+
+def test_module_is_the_same_command() -> None:
+    result = subprocess.run([*COMMAND, "--version"], capture_output=True, text=True)
+    assert result.stdout == f"mhcgen {__version__}\n"
+
+
+def test_help_names_every_command(run: Run) -> None:
+    result = run("--help")
+    assert result.code == 0
+    for name in ("build", "compile", "explain", "schema"):
+        assert re.search(rf"^  {name} ", result.out, re.MULTILINE)
+
+
+def test_schema(run: Run, tmp_path: Path) -> None:
+    expected = (SPECS / "schema.json").read_text()
+    assert run("schema") == Result(0, expected, "")
+    assert run("schema", "--output", tmp_path / "s.json") == Result(0, "", "")
+    assert (tmp_path / "s.json").read_text() == expected
+    result = run("schema", "--output", tmp_path / "none" / "s.json")
+    assert result.code == 1
+    assert "No such file" in result.err
+
+
+# build
+
+
+def test_build(run: Run, tmp_path: Path) -> None:
+    result = built(run, GLM53, TP2)
+    assert result.code == 0
+    assert re.fullmatch(
+        r"glm53: \d+ files written to generated/glm53\n"
+        r"glm53_tp2: \d+ files written to generated/glm53_tp2\n",
+        result.out,
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["generated"]
+    assert built(run, GLM53, TP2).out == "glm53: up to date\nglm53_tp2: up to date\n"
+
+
+def test_out(run: Run, tmp_path: Path) -> None:
+    assert built(run, GLM53, "--out", "a/b").code == 0
+    assert read_manifest(tmp_path / "a/b/glm53") is not None
+
+
+def test_arch_does_not_narrow_what_is_rendered(run: Run, tmp_path: Path) -> None:
+    built(run, GLM53, "--out", "all")
+    built(run, GLM53, "--out", "one", "--arch", "sm_90a")
+    one = {p.relative_to(tmp_path / "one"): p for p in (tmp_path / "one").rglob("*.*")}
+    for path, file in one.items():
+        assert file.read_bytes() == (tmp_path / "all" / path).read_bytes()
+    assert len(one) > 10
+
+
+def test_check(run: Run, tmp_path: Path) -> None:
+    missing = built(run, GLM53, "--check")
+    assert missing.code == 1
+    assert "glm53: is stale: run mhcgen build" in missing.out
+    assert list(tmp_path.iterdir()) == []
+    built(run, GLM53)
+    assert built(run, GLM53, "--check") == Result(0, "glm53: up to date\n", "")
+    (tmp_path / "generated/glm53/ptx.py").write_text("edited\n")
+    stale = built(run, GLM53, TP2, "--check")
+    assert stale.code == 1
+    assert "--- generated/glm53/ptx.py\n+++ generated/glm53/ptx.py\n@@" in stale.out
+    assert "\n-edited\n" in stale.out
+    assert "--- /dev/null\n+++ generated/glm53_tp2/" in stale.out
+    assert len(stale.out.splitlines()) < 420
+    assert re.search(r"^\.\.\. and \d+ more lines$", stale.out, re.MULTILINE)
+    assert (tmp_path / "generated/glm53/ptx.py").read_text() == "edited\n"
+    assert sorted(p.name for p in (tmp_path / "generated").iterdir()) == ["glm53"]
+
+
+def test_build_is_fast_and_imports_no_compiler(tmp_path: Path) -> None:
+    before = getrusage(RUSAGE_CHILDREN)
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-X",
+            "importtime",
+            *COMMAND[1:],
+            "build",
+            "--no-compile",
+            GLM53,
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    after = getrusage(RUSAGE_CHILDREN)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert spent < 1.5  # of one core: another process may keep the machine busy
+    imported = {line.rsplit("|", 1)[-1].strip() for line in result.stderr.splitlines()}
+    assert "mhcgen.render" in imported
+    assert not imported & {"torch", "cutlass", "tvm_ffi", "numpy"}
+
+
+# Mistakes of the user
+
+
+def test_wrong_spec(run: Run, wrong: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    result = built(run, GLM53, wrong)
+    assert (result.code, result.out) == (2, "")
+    line = wrong.read_text().splitlines().index("  hidden: 4097") + 1
+    assert result.err.startswith(f"{wrong}:{line}:11: model.hidden: ")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_all_wrong_specs_are_reported(run: Run, wrong: Path, tmp_path: Path) -> None:
+    result = built(run, wrong, tmp_path / "missing.yaml")
+    assert result.code == 2
+    assert "model.hidden" in result.err
+    assert "missing.yaml" in result.err
+
+
+def test_spec_without_a_plan(run: Run, unplannable: Path, tmp_path: Path) -> None:
+    line = unplannable.read_text().splitlines().index("  sm_90a:") + 2
+    for command in ("build", "compile", "explain"):
+        result = run(command, unplannable)
+        assert (result.code, result.out) == (2, "")
+        assert f"unplannable.yaml:{line}:" in result.err
+        assert "targets.sm_90a.cluster_size" in result.err
+        assert "Traceback" not in result.err
+    assert [path.name for path in tmp_path.iterdir()] == ["unplannable.yaml"]
+
+
+@pytest.mark.parametrize("command", ["build", "compile", "explain"])
+def test_unknown_arch(command: str, run: Run, tmp_path: Path) -> None:
+    result = run(command, GLM53, "--arch", "sm_80")
+    assert result.code == 2
+    assert "'sm_80'" in result.err
+    assert "sm_90a, sm_100a, sm_103a" in result.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_arch_that_one_of_the_specs_does_not_name(run: Run, tmp_path: Path) -> None:
+    text = "name: small\nmodel: {hidden: 4096}\nparallel: {tp: 2}\n"
+    (tmp_path / "small.yaml").write_text(text + "targets: {sm_90a: }\n")
+    result = built(run, GLM53, tmp_path / "small.yaml", "--arch", "sm_100a")
+    assert result.code == 2
+    assert "small is for sm_90a;" in result.err
+
+
+def test_two_specs_of_one_name(run: Run, tmp_path: Path) -> None:
+    result = built(run, GLM53, GLM53)
+    assert result.code == 2
+    assert "both make a package named glm53" in result.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_foreign_folder(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "generated/glm53").mkdir(parents=True)
+    (tmp_path / "generated/glm53/mine.txt").write_text("mine")
+    result = built(run, GLM53)
+    assert (result.code, result.out) == (2, "")
+    assert "mine.txt" in result.err
+    assert (tmp_path / "generated/glm53/mine.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["build"], ["build", "--jobs", "0", GLM53], ["explain", GLM53, TP2], ["nothing"]],
+)
+def test_wrong_usage(arguments: list[object], run: Run) -> None:
+    result = run(*arguments)
+    assert (result.code, result.out) == (2, "")
+    assert "Usage: mhcgen" in result.err
+
+
+@pytest.mark.parametrize("tokens", [-1, 257])
+def test_tokens_out_of_range(tokens: int, run: Run) -> None:
+    result = run("explain", GLM53, "--tokens", tokens)
+    assert result.code == 2
+    assert f"--tokens {tokens}: a call of glm53 has 0 to 256 tokens" in result.err
+
+
+def test_unwritable_place(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = built(run, GLM53, "--out", "file")
+    assert result.code == 1
+    assert "cannot write file/glm53" in result.err
+
+
+# explain
+
+
+def test_explain_shows_derivations(run: Run, glm53_plan: Plan) -> None:
+    target = glm53_plan.target("sm_90a")
+    result = run("explain", GLM53, "--arch", "sm_90a", "--tokens", 33)
+    assert result.code == 0
+    lines = [re.sub(r"\s+", " ", line.strip()) for line in result.out.splitlines()]
+    derivation = f"= 512 fragments / {target.cluster_size} blocks x 4 lanes"
+    assert f"threads {target.threads} {derivation}" in lines
+    assert "total bytes 25165824 = 3 generations x 8388608" in lines
+    assert "1 1 1" in lines  # lane 1 polls rank 1 and owns stream 1
+    launch = target.launches(33)[1]
+    grid = ", ".join(map(str, launch.grid))
+    assert (
+        f"{launch.kernel} {grid} {launch.block} {launch.cluster} {launch.shared_bytes}"
+        in lines
+    )
+    assert "sm_100a" not in result.out.replace("from sm_100 on", "")
+
+
+def test_explained_sums_are_right(run: Run) -> None:
+    """Whoever reads a derivation can redo it, and gets the same number."""
+    redone = 0
+    for spec in (GLM53, TP2):
+        for value, how in re.findall(r"  (\d+) += (.*)", run("explain", spec).out):
+            formula = how.split(",")[0] if "min(" not in how else how
+            formula = re.sub(r"\b[a-z]+\b(?!\()", "", formula.replace(" x ", " * "))
+            result = eval(formula.replace("(,", "("))
+            limit = re.search(r"at most (\d+)", how)
+            assert int(value) == (min(result, int(limit[1])) if limit else result), how
+            redone += 1
+    assert redone > 30
+
+
+def test_explain_json(run: Run, glm53_plan: Plan) -> None:
+    data = json.loads(run("explain", GLM53, "--json", "--tokens", 1).out)
+    assert list(data) == [
+        "name",
+        "shape",
+        "lane_map",
+        "mailbox",
+        "sm_90a",
+        "sm_100a",
+        "sm_103a",
+    ]
+    assert data["mailbox"]["total_bytes"] == glm53_plan.mailbox.total_bytes
+    target = glm53_plan.target("sm_90a")
+    assert data["sm_90a"]["threads"] == target.threads
+    assert [row["token_group"] for row in data["sm_90a"]["dispatch"]] == [
+        row.group for row in target.token_groups
+    ]
+    assert [row["kernel"] for row in data["sm_90a"]["launches"]] == [
+        launch.kernel for launch in target.launches(1)
+    ]
+    empty = json.loads(run("explain", GLM53, "--json", "--tokens", 0).out)
+    assert empty["sm_90a"]["launches"] == []
+
+
+# compile
+
+
+def test_compile_of_a_package(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text(
+        "name: small\nmodel: {hidden: 256}\nparallel: {tp: 2, transports: [unicast]}\n"
+        "capacity: {max_tokens: 4}\ntargets: {sm_90a: , sm_100a: }\n"
+    )
+    assert run("build", "small.yaml", "--arch", "sm_90a").out.endswith(
+        "; 3 kernels compile for sm_90a\n"
+    )
+    arguments = ["--arch", "sm_90a", "--keep", "kept"]
+    package = run("compile", "generated/small", *arguments)
+    assert package.code == 0
+    _, header, *rows = package.out.splitlines()
+    assert header.split()[:4] == ["package", "kernel", "arch", "registers"]
+    assert [row.split()[1] for row in rows] == ["publish_unicast", "boundary", "mixes"]
+    assert len({len(line) for line in [header, *rows]}) == 1
+    assert (tmp_path / "kept/boundary.sm_90a.ptx").exists()
+    spec = run("compile", "small.yaml", "--arch", "sm_90a", "--json")
+    for row, text in zip(json.loads(spec.out), rows, strict=True):
+        assert [str(value) for value in row.values()][:-1] == text.split()[:-1]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "generated",
+        "kept",
+        "small.yaml",
+    ]
+
+
+def test_package_that_does_not_compile_is_not_installed(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built(run, GLM53)
+    before = {p: p.read_bytes() for p in (tmp_path / "generated").rglob("*.*")}
+    render = cli.render
+
+    def broken(plan: Plan) -> dict[object, str]:
+        files = render(plan)
+        return {
+            path: text + "1 / 0\n" if path.name == "kernels.py" else text
+            for path, text in files.items()
+        }
+
+    monkeypatch.setattr(cli, "render", broken)
+    result = run("build", GLM53)
+    assert (result.code, result.out) == (1, "")
+    assert re.match(r"glm53: \w+ does not compile for sm_\w+:\n", result.err)
+    assert "ZeroDivisionError" in result.err
+    assert {p: p.read_bytes() for p in (tmp_path / "generated").rglob("*.*")} == before
+    assert [p.name for p in (tmp_path / "generated").iterdir()] == ["glm53"]
+
+
+# Terminals, pipes and signals
+
+
+def test_interrupt(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [*COMMAND, "build", GLM53],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        text=True,
+        # A shell may have had the tests ignore it, and processes inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        start_new_session=True,
+    ) as process:
+        # Workers have started when their logs are there.
+        deadline = time.monotonic() + 20
+        while not list(tmp_path.glob("mhcgen-*/log")):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(0.5)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err) == (130, "", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["generated"]
+    assert list((tmp_path / "generated").iterdir()) == []
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_broken_pipe(unbuffered: str) -> None:
+    command = " ".join([*COMMAND, "explain", str(GLM53)])
+    result = subprocess.run(
+        f"{command} | true", shell=True, capture_output=True, text=True
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    for arguments in (["--version"], ["explain", GLM53], ["build", "--check", GLM53]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        result = subprocess.run(
+            [*COMMAND, *arguments],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+            text=True,
+        )
+        os.close(writer)
+        assert (result.returncode, result.stderr) == (1, "")
+
+
+def test_narrow_encoding() -> None:
+    result = subprocess.run(
+        [*COMMAND, "build", "--check", "--out", "/nowhère", GLM53],
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )
+    assert (result.returncode, result.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize("arguments", [["build", "--check", GLM53], ["explain", GLM53]])
+def test_colours_on_a_terminal_only(
+    arguments: list[object], run: Run, tmp_path: Path
+) -> None:
+    assert "\x1b" not in run(*arguments).out
+    parent, child = pty.openpty()
+    with subprocess.Popen(
+        [*COMMAND, *arguments],
+        cwd=tmp_path,
+        stdout=child,
+        env={k: v for k, v in os.environ.items() if k != "NO_COLOR"}
+        | {"TERM": "xterm"},
+    ):
+        os.close(child)
+        seen = b""
+        while True:
+            try:
+                data = os.read(parent, 65536)
+            except OSError:
+                break
+            if not data:
+                break
+            seen += data
+    os.close(parent)
+    assert b"\x1b[" in seen
+
+
+# The wheel
+
+
+def test_wheel_carries_templates_and_specs(repository: Path, tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path],
+        cwd=repository,
+        check=True,
+        capture_output=True,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet"]
+    subprocess.run(
+        [*pip, "--no-index", "--target", site, wheel], check=True, capture_output=True
+    )
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    for folder in ("templates", "specs"):
+        for path in (repository / folder).rglob("*"):
+            name = path.relative_to(repository).as_posix()
+            if path.is_file() and not re.search(r"/(\.|__pycache__)", name):
+                assert f"mhcgen/{name}" in names
+    assert not [name for name in names if re.search(r"/(\.|__pycache__)", name)]
+    assert "mhcgen/py.typed" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+    spec = site / "mhcgen/specs/glm53.yaml"
+    code = (
+        "import mhcgen, sys; assert mhcgen.__file__.startswith(sys.argv.pop(1))\n"
+        "from mhcgen.cli import main; main()"
+    )
+    arguments = [sys.executable, "-c", code, site, "build", "--no-compile", spec]
+    environment = os.environ | {"PYTHONPATH": str(site)}
+    outs = [tmp_path / "installed", tmp_path / "checkout"]
+    subprocess.run([*arguments, "--out", outs[0]], cwd="/", env=environment, check=True)
+    subprocess.run(
+        [*COMMAND, "build", "--no-compile", GLM53, "--out", outs[1]], check=True
+    )
+    trees = [
+        {p.relative_to(out): p.read_bytes() for p in out.rglob("*.*")} for out in outs
+    ]
+    assert trees[0] == trees[1]
+    assert len(trees[0]) > 10
