@@ -7,7 +7,6 @@ shared memory, once each.
 
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
-from cutlass.memory import SmemAllocator
 
 from . import ptx
 from .constants import (
@@ -33,7 +32,7 @@ from .constants import (
     TOKEN_BYTES,
     TP,
 )
-from .signature import current_stream, tensor
+from .signature import SmemAllocator, current_stream, tensor
 from .steps import (
     collapse,
     load_arrivals,

@@ -6,7 +6,6 @@ registers, with the next token's rows in flight, and then reduces all of them at
 
 import cutlass
 from cutlass import Float32, Int64, Uint32, cute
-from cutlass.memory import SmemAllocator
 
 from . import ptx
 from .boundary import Boundary
@@ -30,6 +29,7 @@ from .constants import (
     SUMS_STRIDE,
     TOKEN_BYTES,
 )
+from .signature import SmemAllocator
 from .steps import (
     collapse,
     load_arrivals,

@@ -1,6 +1,13 @@
-"""Compile-time stand-ins for kernel arguments."""
+"""Compile-time stand-ins for kernel arguments, and what moved between DSL releases."""
 
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+try:
+    from cutlass.memory import SmemAllocator
+except ModuleNotFoundError:  # before 4.8
+    from cutlass.utils import SmemAllocator
+
+__all__ = ["SmemAllocator", "current_stream", "tensor"]
 
 
 def tensor(dtype, *shape):
