@@ -21,7 +21,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,7 +193,8 @@ def report(
             "gpus": ranks,
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
-            "command": " ".join(sys.argv),
+            "command": f"benchmarks/boundary.py {arguments.package} "
+            f"--tokens {arguments.tokens}",
             "microseconds": {str(m): row for m, row in rows.items()},
         }
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
