@@ -127,6 +127,7 @@ def main(rank, file):
         print(rank, str(error).replace("\\n", " | "), type(error.__cause__), flush=True)
     # The group still works: nobody was left waiting.
     print(rank, agree(group, "after", lambda: "ok"), flush=True)
+    dist.barrier()
     dist.destroy_process_group()
 
 

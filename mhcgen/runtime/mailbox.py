@@ -85,7 +85,11 @@ def agree(
         if failure is not None
     ]
     if failures:
-        raise RuntimeError(f"{step} failed\n" + "\n".join(failures)) from cause
+        try:
+            raise RuntimeError(f"{step} failed\n" + "\n".join(failures)) from cause
+        finally:
+            # The traceback holds this frame, and so the group: let go of both.
+            del cause
     return [result for result, _ in votes]
 
 
