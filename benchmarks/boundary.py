@@ -13,6 +13,8 @@ Columns, in microseconds a call, medians over interleaved replays of 100 calls a
   it, as if the sublayer between them took no time;
 - finalize: as boundary, with the MoE finalize of all top_k experts for a publish;
 - nccl: NCCL's all-reduce of the same rows, alone.
+
+Below the table: the host's microseconds for one whole eager call.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import argparse
 import json
 import os
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,15 +134,29 @@ def calls_for(boundary: Any, m: int) -> dict[str, Callable[[], object]]:
     return calls
 
 
+def host_time(boundary: Any, m: int = 8, calls: int = 300) -> float:
+    """Host microseconds of an eager call; the device may lag behind."""
+    call = calls_for(boundary, m)["with mixes"]
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - begin) / calls * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
 def measure(boundary: Any, m: int) -> dict[str, float]:
     """The medians of one M, replays of all columns interleaved."""
     graphs = {name: capture(call) for name, call in calls_for(boundary, m).items()}
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for turn in range(REPLAYS):
         for name, graph in graphs.items():
-            time = replay(graph)
+            microseconds = replay(graph)
             if turn >= 2:
-                times[name].append(time)
+                times[name].append(microseconds)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -161,8 +178,9 @@ def main() -> None:
     rows = {}
     for m in map(int, arguments.tokens.split(",")):
         rows[m] = measure(boundary, m)
+    host_microseconds = host_time(boundary)
     if boundary.rank == 0:
-        report(arguments, boundary, ranks, rows)
+        report(arguments, boundary, ranks, rows, host_microseconds)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -173,6 +191,7 @@ def report(
     boundary: Any,
     ranks: int,
     rows: dict[int, dict[str, float]],
+    host_microseconds: float,
 ) -> None:
     """Prints the table in Markdown."""
     columns = list(next(iter(rows.values())))
@@ -186,6 +205,7 @@ def report(
         if ratio:
             cells.append(f"{row['boundary'] / row['nccl']:.2f}")
         print(f"| {m} | " + " | ".join(cells) + " |")
+    print(f"eager call on the host: {host_microseconds:.1f}")
     if arguments.json:
         result = {
             "package": arguments.package.name,
@@ -195,7 +215,11 @@ def report(
             "cuda": torch.version.cuda,
             "command": f"benchmarks/boundary.py {arguments.package} "
             f"--tokens {arguments.tokens}",
-            "microseconds": {str(m): row for m, row in rows.items()},
+            "host_microseconds": round(host_microseconds, 1),
+            "microseconds": {
+                str(m): {name: round(value, 2) for name, value in row.items()}
+                for m, row in rows.items()
+            },
         }
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -210,17 +211,18 @@ class FusedBoundary:
         pending = self._pending
         if pending is None:
             return
-        captured = torch.cuda.is_current_stream_capturing()
-        if captured and not pending.captured:
-            raise RuntimeError(
-                "the mixes of a call before this graph capture are outstanding: call "
-                "join() before the capture begins"
-            )
-        self._pending = None
-        # Otherwise a capture ended without a join: torch refused its graph, and nothing
-        # is running.
-        if captured == pending.captured:
-            torch.cuda.current_stream(self.device).wait_event(self._mixes_done)
+        with self._on_device():
+            captured = torch.cuda.is_current_stream_capturing()
+            if captured and not pending.captured:
+                raise RuntimeError(
+                    "the mixes of a call before this graph capture are outstanding: "
+                    "call join() before the capture begins"
+                )
+            self._pending = None
+            # Otherwise a capture ended without a join: torch refused its graph, and
+            # nothing is running.
+            if captured == pending.captured:
+                torch.cuda.current_stream().wait_event(self._mixes_done)
 
     def publish(self, x: torch.Tensor) -> None:
         """The first half of a call alone; ``consume`` must follow.
@@ -229,7 +231,7 @@ class FusedBoundary:
         argument and the errors are those of a call.
         """
         if self._check_x(x):
-            with torch.cuda.device(self.device):
+            with self._on_device():
                 self.join()
                 self._launch_publish(x)
 
@@ -245,7 +247,7 @@ class FusedBoundary:
             gemm2_permuted, expert_weights, expanded_idx_to_permuted_idx, shared_output
         )
         if self._check_routed(routed):
-            with torch.cuda.device(self.device):
+            with self._on_device():
                 self.join()
                 self._launch_finalize(routed)
 
@@ -270,7 +272,7 @@ class FusedBoundary:
         self._check_boundary(m, inputs)
         outputs = self._outputs(m)
         if m:
-            with torch.cuda.device(self.device):
+            with self._on_device():
                 self._launch_boundary(self._boundary(m), inputs, outputs)
         return outputs
 
@@ -280,12 +282,18 @@ class FusedBoundary:
         """Launches a checked call: what can fail comes before the publish."""
         if m == 0:
             return self._outputs(0)
-        with torch.cuda.device(self.device):
+        with self._on_device():
             self.join()
             outputs = self._outputs(m)
             launch_publish()
             self._launch_boundary(self._boundary(m), inputs, outputs)
         return outputs
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Makes the device current where it is not; that takes a while."""
+        if torch.cuda.current_device() == self.device.index:
+            return nullcontext()
+        return torch.cuda.device(self.device)
 
     def _outputs(self, m: int) -> BoundaryOutput:
         c = self._constants
@@ -326,11 +334,18 @@ class FusedBoundary:
             mix,
             outputs.layer_input,
         )
-        self._boundary_done.record()
+        self._boundary_done.record(torch.cuda.current_stream())
         self._side.wait_event(self._boundary_done)
-        with torch.cuda.stream(self._side):
-            self._mixes(mix, inputs.scale, inputs.base, outputs.post, outputs.comb)
-            self._mixes_done.record()
+        # The stream is an argument: to make it current would cost more than the launch.
+        self._mixes(
+            mix,
+            inputs.scale,
+            inputs.base,
+            outputs.post,
+            outputs.comb,
+            self._side.cuda_stream,
+        )
+        self._mixes_done.record(self._side)
         self._pending = PendingMixes(
             torch.cuda.is_current_stream_capturing(),
             (inputs.scale, inputs.base, outputs.post, outputs.comb),

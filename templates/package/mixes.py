@@ -9,7 +9,7 @@ from cutlass import Float32, cute
 
 from . import ptx
 from .constants import HC, HC_EPS, MIX, POST_MULT, SINKHORN_ITERS
-from .signature import current_stream, tensor
+from .signature import given_stream, tensor
 from .steps import LOG2_E, sigmoid
 
 THREADS = 32
@@ -52,7 +52,7 @@ class Mixes:
             tensor(Float32, MIX),
             tensor(Float32, tokens, HC, 1),
             tensor(Float32, tokens, HC, HC),
-            current_stream(),
+            given_stream(),
         )
 
     @cute.jit

@@ -7,13 +7,18 @@ try:
 except ModuleNotFoundError:  # before 4.8
     from cutlass.utils import SmemAllocator
 
-__all__ = ["SmemAllocator", "current_stream", "tensor"]
+__all__ = ["SmemAllocator", "current_stream", "given_stream", "tensor"]
 
 
 def tensor(dtype, *shape):
     """A contiguous row-major tensor at a 16-byte boundary."""
     order = tuple(reversed(range(len(shape))))
     return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=16)
+
+
+def given_stream():
+    """A stream that each launch names, as an integer handle."""
+    return make_fake_stream()
 
 
 def current_stream():
