@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from mhcgen import reference
-from mhcgen.runtime import host, load, loader, mailbox
+from mhcgen.runtime import arguments, host, load, loader, mailbox, warm_up
 
 CALLS = 100
 REPLAYS = 15
@@ -40,14 +40,11 @@ REPLAYS = 15
 
 def load_loopback(path: Path) -> host.FusedBoundary:
     """One rank whose mailbox holds the traffic of all."""
-    constants, kernels = loader.package_modules(loader.import_package(path))
-    device = loader.resolve_device(None)
-    arch = loader.device_arch(constants, device)
-    compiled = loader.compile_package(kernels, arch, "unicast")
-    box = mailbox.loopback(constants, device)
-    boundary = host.FusedBoundary(constants, kernels, compiled, arch, box)
-    host.warm_up([boundary])
-    return boundary
+    loading = loader.Loading.of(path, None)
+    box = mailbox.loopback(loading.constants, loading.device)
+    launcher = loading.launcher(box)
+    warm_up.warm_up_together([launcher])
+    return host.FusedBoundary(launcher)
 
 
 def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -79,9 +76,10 @@ def replay(graph: torch.cuda.CUDAGraph) -> float:
 
 def calls_for(boundary: Any, m: int) -> dict[str, Callable[[], object]]:
     """What is timed, by column."""
-    c = boundary._constants
+    launcher = boundary._launcher
+    c = launcher.constants
     inputs = reference.random_inputs(m, c.HIDDEN, c.HC, c.TP, m, "cuda")
-    shared = host.BoundaryInput(
+    shared = arguments.BoundaryInput(
         inputs.residual,
         inputs.post,
         inputs.comb,
@@ -91,20 +89,12 @@ def calls_for(boundary: Any, m: int) -> dict[str, Callable[[], object]]:
         inputs.norm_weight,
     )
     x = inputs.parts[boundary.rank]
-    outputs = boundary._outputs(m)
-    rows = (
-        *shared,
-        boundary._mailbox.buffer,
-        boundary._mailbox.state,
-        outputs.residual,
-        boundary._mix[:m],
-        outputs.layer_input,
-    )
-    kernel = boundary._boundary(m)
+    outputs, mix = launcher.outputs(m), launcher.mix(m)
+    kernel = launcher.boundary_kernel(m)
 
     def critical_path() -> None:
-        boundary._launch_publish(x)
-        kernel(*rows)
+        launcher.publish(x)
+        launcher.boundary(kernel, shared, outputs, mix)
 
     def with_mixes() -> None:
         boundary(x, *shared)
@@ -116,7 +106,7 @@ def calls_for(boundary: Any, m: int) -> dict[str, Callable[[], object]]:
     }
     if hasattr(c, "TOP_K"):
         experts = m * c.TOP_K
-        routed = host.RoutedInput(
+        routed = arguments.RoutedInput(
             torch.randn(experts, c.HIDDEN, device="cuda").bfloat16(),
             torch.rand(m, c.TOP_K, device="cuda"),
             torch.randperm(experts, device="cuda").int().reshape(m, c.TOP_K),
@@ -124,8 +114,8 @@ def calls_for(boundary: Any, m: int) -> dict[str, Callable[[], object]]:
         )
 
         def finalize() -> None:
-            boundary._launch_finalize(routed)
-            kernel(*rows)
+            launcher.finalize(routed)
+            launcher.boundary(kernel, shared, outputs, mix)
 
         calls["finalize"] = finalize
     if dist.is_initialized():
@@ -166,28 +156,28 @@ def main() -> None:
     parser.add_argument("package", type=Path)
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64")
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1:
         device = int(os.environ["LOCAL_RANK"])
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=torch.device("cuda", device))
-        boundary = load(arguments.package)
+        boundary = load(options.package)
     else:
-        boundary = load_loopback(arguments.package)
+        boundary = load_loopback(options.package)
     rows = {}
-    for m in map(int, arguments.tokens.split(",")):
+    for m in map(int, options.tokens.split(",")):
         rows[m] = measure(boundary, m)
     host_microseconds = host_time(boundary)
     if boundary.rank == 0:
-        report(arguments, boundary, ranks, rows, host_microseconds)
+        report(options, boundary, ranks, rows, host_microseconds)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
 
 
 def report(
-    arguments: argparse.Namespace,
+    options: argparse.Namespace,
     boundary: Any,
     ranks: int,
     rows: dict[int, dict[str, float]],
@@ -196,7 +186,7 @@ def report(
     """Prints the table in Markdown."""
     columns = list(next(iter(rows.values())))
     where = f"{ranks} x {torch.cuda.get_device_name()}, {boundary.transport}"
-    print(f"{arguments.package.name}, {where}, microseconds a call")
+    print(f"{options.package.name}, {where}, microseconds a call")
     ratio = ["boundary / nccl"] if "nccl" in columns else []
     print("| M | " + " | ".join([*columns, *ratio]) + " |")
     print("| --- " * (1 + len(columns) + len(ratio)) + "|")
@@ -206,22 +196,22 @@ def report(
             cells.append(f"{row['boundary'] / row['nccl']:.2f}")
         print(f"| {m} | " + " | ".join(cells) + " |")
     print(f"eager call on the host: {host_microseconds:.1f}")
-    if arguments.json:
+    if options.json:
         result = {
-            "package": arguments.package.name,
+            "package": options.package.name,
             "device": torch.cuda.get_device_name(),
             "gpus": ranks,
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
-            "command": f"benchmarks/boundary.py {arguments.package} "
-            f"--tokens {arguments.tokens}",
+            "command": f"benchmarks/boundary.py {options.package} "
+            f"--tokens {options.tokens}",
             "host_microseconds": round(host_microseconds, 1),
             "microseconds": {
                 str(m): {name: round(value, 2) for name, value in row.items()}
                 for m, row in rows.items()
             },
         }
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ RESERVED_NAMES = frozenset(
 REFUSED = "refused"
 """The pydantic error type of our own rules; its context holds the problems."""
 
-_FP32_ZERO = 2.0**-150
-"""Half of the smallest subnormal: up to here, FP32 rounds to zero."""
+_FP32_NORMAL = 1.2e-38
+"""Just above the smallest normal FP32: below, a reciprocal may be infinite."""
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ def _null_as_empty(value: object) -> object:
     return {} if value is None else value
 
 
-Epsilon = Annotated[float, Field(gt=_FP32_ZERO, le=1e-2, allow_inf_nan=False)]
+Epsilon = Annotated[float, Field(ge=_FP32_NORMAL, le=1e-2, allow_inf_nan=False)]
 TokenCount = Annotated[int, Field(ge=1, le=256)]
 # Tuples, so that a spec is immutable; not strict, so that they are read from lists.
 Choices = Annotated[
@@ -126,7 +126,7 @@ class Model(Section):
     post_mult: Annotated[
         float,
         Field(
-            gt=_FP32_ZERO,
+            ge=_FP32_NORMAL,
             le=16.0,
             allow_inf_nan=False,
             description="Factor of the post-mix.",

@@ -79,7 +79,7 @@ def test_old_compilers_are_refused(
 
 def test_a_folder_that_is_no_package(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="holds no generated package"):
-        loader.load(tmp_path)
+        loader.load_emulated(tmp_path)
 
 
 def test_without_a_gpu_the_error_says_so(tmp_path: Path, glm53_plan: Plan) -> None:
@@ -158,11 +158,57 @@ def test_a_failure_on_one_rank_reaches_all(tmp_path: Path) -> None:
         ]
 
 
+LOAD = """
+import sys
+from pathlib import Path
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from mhcgen.runtime import load
+
+
+def main(rank, file, folder):
+    dist.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=2
+    )
+    try:
+        load(folder if rank == 0 else folder + "/missing")
+    except RuntimeError as error:
+        Path(f"{file}.{rank}").write_text(str(error))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.spawn(main, tuple(sys.argv[1:]), nprocs=2)
+"""
+
+
+def test_loading_fails_on_all_ranks_at_once(tmp_path: Path, glm53_plan: Plan) -> None:
+    """A rank without the package does not leave the other waiting."""
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+    package = tmp_path / "glm53"
+    package.mkdir()
+    write_files(package, render(glm53_plan))
+    script = tmp_path / "load.py"
+    script.write_text(LOAD)
+    subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "store"), str(package)],
+        check=True,
+        timeout=120,
+    )
+    for rank in range(2):
+        error = (tmp_path / f"store.{rank}").read_text()
+        assert "rank 0: RuntimeError: no CUDA device is available" in error
+        assert "rank 1: FileNotFoundError" in error
+
+
 def test_the_runtime_of_a_package_is_this_one(glm53_plan: Plan) -> None:
     """Below its header, each runtime file is emitted as it is."""
     files = render(glm53_plan)
     source = Path(mailbox.__file__).parent
-    for name in ("__init__", "compiler", "host", "loader", "mailbox"):
+    for path in sorted(source.glob("*.py")):
+        name = path.stem
         text = next(t for p, t in files.items() if str(p) == f"runtime/{name}.py")
         assert text.endswith(source.joinpath(f"{name}.py").read_text())
         assert re.match(r"# SPDX-License-Identifier: Apache-2.0\n", text)

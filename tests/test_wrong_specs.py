@@ -34,7 +34,7 @@ FREE = (
     "any name but those of Python's keywords, modules that packages import, and devices"
 )
 HIDDEN = "a multiple of 8 from 64 to 16384"
-EPS = "a number above 7.00649e-46, up to 0.01"
+EPS = "a number from 1.2e-38 to 0.01"
 MODEL_KEYS = "hidden, hc, rms_eps, hc_eps, norm_eps, post_mult or sinkhorn_iters"
 MODEL = f"a mapping with keys of {MODEL_KEYS.replace(' or', ',')}"
 ROOT_KEYS = "name, model, parallel, capacity, moe, precision or targets"

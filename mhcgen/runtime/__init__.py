@@ -4,7 +4,8 @@ These modules are part of every generated package, where they import nothing out
 but torch and the CuTe DSL.
 """
 
-from .host import BoundaryOutput, FusedBoundary
+from .arguments import BoundaryOutput
+from .host import FusedBoundary
 from .loader import load, load_emulated
 
 __all__ = ["BoundaryOutput", "FusedBoundary", "load", "load_emulated"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from .compiler import check_dsl, compile_package
-from .host import FusedBoundary, warm_up
-from .mailbox import agree, emulated, rendezvous
+from .host import FusedBoundary
+from .launcher import Launcher
+from .mailbox import Mailbox, agree, emulated, loopback, rendezvous
+from .warm_up import warm_up_alone, warm_up_together
 
 CAPABILITIES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 
@@ -35,19 +39,17 @@ def load(
             every rank has a multicast mapping.
 
     Raises:
-        FileNotFoundError: The folder holds no package.
-        ValueError: The group's size or the device's architecture is not what the
-            package was built for.
-        RuntimeError: On every rank, if loading failed on any.
+        ValueError: The ranks load different packages.
+        RuntimeError: On every rank, if loading failed on any; it names each failure.
     """
-    return load_package(import_package(path), group, device, transport)
+    return load_package(Path(path), group, device, transport)
 
 
 def load_emulated(
     path: str | Path, *, device: torch.device | str | int | None = None
 ) -> list[FusedBoundary]:
     """Loads all ranks of a package onto one device: see ``emulate_package``."""
-    return emulate_package(import_package(path), device)
+    return emulate_package(Path(path), device)
 
 
 def import_package(path: str | Path) -> str:
@@ -73,14 +75,16 @@ def import_package(path: str | Path) -> str:
 
 
 def load_package(
-    name: str,
+    package: str | Path,
     group: dist.ProcessGroup | None,
     device: torch.device | str | int | None,
     transport: str,
 ) -> FusedBoundary:
-    """Loads an importable package; see ``load``."""
-    constants, kernels = package_modules(name)
-    check_dsl()
+    """Loads a package, an importable name or a folder; see ``load``.
+
+    Everything that can fail on one rank is voted on, so that no rank waits for another
+    that gave up.
+    """
     if group is None:
         if not dist.is_initialized():
             raise RuntimeError(
@@ -89,40 +93,47 @@ def load_package(
             )
         group = dist.group.WORLD
     assert group is not None
-    size = dist.get_world_size(group)
-    if size != constants.TP:
-        raise ValueError(
-            f"the group has {size} ranks; {name} is built for {constants.TP}: build it "
-            f"with parallel.tp {size}"
-        )
-    local: dict[str, Any] = {}
+    plan: list[Loading] = []
 
-    def prepare() -> tuple[str, str]:
-        local["device"] = resolve_device(device)
-        local["arch"] = device_arch(constants, local["device"])
-        return package_identity(constants), transport
+    def prepare() -> tuple[str, str, str]:
+        loading = Loading.of(package, device)
+        constants = loading.constants
+        size = dist.get_world_size(group)
+        if size != constants.TP:
+            raise ValueError(
+                f"the group has {size} ranks; {loading.name} is built for "
+                f"{constants.TP}: build it with parallel.tp {size}"
+            )
+        plan.append(loading)
+        return package_identity(constants), loading.arch, transport
 
-    votes = agree(group, f"loading {name}", prepare)
+    # Votes move through the current device where the group has GPUs only.
+    with current(device):
+        votes = agree(group, f"loading {package}", prepare)
     if len(set(votes)) > 1:
         raise ValueError(
-            f"the ranks do not load the same package and transport: {votes}"
+            "the ranks do not load the same package for the same architecture and "
+            f"transport: {votes}"
         )
-    target, arch = local["device"], local["arch"]
-    with torch.cuda.device(target):
-        mailbox = rendezvous(constants, group, target, transport)
+    loading = plan[0]
+    with torch.cuda.device(loading.device):
+        mailbox = rendezvous(loading.constants, group, loading.device, transport)
+        launchers: list[Launcher] = []
 
         def compile_all() -> None:
-            local["compiled"] = compile_package(kernels, arch, mailbox.transport)
+            launchers.append(loading.launcher(mailbox))
+            if mailbox.transport == "unicast":
+                # Multicast stores need an address that only the ranks together have.
+                box = loopback(loading.constants, loading.device)
+                warm_up_alone(launchers[0].with_mailbox(box))
 
-        agree(group, f"compilation of {name}", compile_all)
-        boundary = FusedBoundary(constants, kernels, local["compiled"], arch, mailbox)
-        warm_up([boundary])
-        dist.barrier(group)
-    return boundary
+        agree(group, f"compilation of {loading.name}", compile_all)
+        agree(group, f"warm-up of {loading.name}", lambda: warm_up_together(launchers))
+    return FusedBoundary(launchers[0])
 
 
 def emulate_package(
-    name: str, device: torch.device | str | int | None
+    package: str | Path, device: torch.device | str | int | None
 ) -> list[FusedBoundary]:
     """Loads all ranks of a package onto one device, each with its own mailbox.
 
@@ -130,25 +141,65 @@ def emulate_package(
     all ranks before the boundary of any: ``publish`` on each, then ``consume`` on each.
     For tests and measurements on one GPU.
     """
-    constants, kernels = package_modules(name)
-    target = resolve_device(device)
-    arch = device_arch(constants, target)
-    with torch.cuda.device(target):
-        compiled = compile_package(kernels, arch, "unicast")
-        ranks = [
-            FusedBoundary(constants, kernels, compiled, arch, mailbox)
-            for mailbox in emulated(constants, target)
-        ]
-        warm_up(ranks)
-    return ranks
+    loading = Loading.of(package, device)
+    with torch.cuda.device(loading.device):
+        boxes = emulated(loading.constants, loading.device)
+        first = loading.launcher(boxes[0])
+        launchers = [first, *(first.with_mailbox(box) for box in boxes[1:])]
+        warm_up_together(launchers)
+    return [FusedBoundary(launcher) for launcher in launchers]
 
 
-def package_modules(name: str) -> tuple[ModuleType, ModuleType]:
-    """The ``constants`` and ``kernels`` modules of an imported package."""
-    return (
-        importlib.import_module(f"{name}.constants"),
-        importlib.import_module(f"{name}.kernels"),
-    )
+@dataclass(frozen=True)
+class Loading:
+    """A package that is about to be loaded onto a device.
+
+    Attributes:
+        name: Its importable name.
+        device: The GPU.
+        arch: The GPU's architecture, which the package is built for.
+        constants: Its ``constants`` module.
+        kernels: Its ``kernels`` module.
+    """
+
+    name: str
+    device: torch.device
+    arch: str
+    constants: ModuleType
+    kernels: ModuleType
+
+    @classmethod
+    def of(
+        cls, package: str | Path, device: torch.device | str | int | None
+    ) -> Loading:
+        """Imports a package and makes sure that the device can run it.
+
+        Args:
+            package: An importable name, or a folder.
+            device: A GPU; None is the current one.
+        """
+        check_dsl()
+        name = import_package(package) if isinstance(package, Path) else package
+        resolved = resolve_device(device)
+        constants = importlib.import_module(f"{name}.constants")
+        arch = device_arch(constants, resolved)
+        kernels = importlib.import_module(f"{name}.kernels")
+        return cls(name, resolved, arch, constants, kernels)
+
+    def launcher(self, mailbox: Mailbox) -> Launcher:
+        """Compiles the kernels for the transport of a mailbox."""
+        compiled = compile_package(self.kernels, self.arch, mailbox.transport)
+        return Launcher(self.constants, self.kernels, compiled, self.arch, mailbox)
+
+
+def current(
+    device: torch.device | str | int | None,
+) -> AbstractContextManager[Any]:
+    """Makes a device current; does nothing for what is none, which is refused later."""
+    try:
+        return torch.cuda.device(resolve_device(device))
+    except (RuntimeError, ValueError):
+        return nullcontext()
 
 
 def package_identity(constants: ModuleType) -> str:

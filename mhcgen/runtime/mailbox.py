@@ -169,45 +169,52 @@ def rendezvous(
     buffer = allocated[0]
     handle = symmetric_memory.rendezvous(buffer, group)
 
-    peers = [
-        buffer if peer == rank else remote_tensor(handle, peer, buffer)
-        for peer in range(constants.TP)
-    ]
-    multicast_address = int(handle.multicast_ptr or 0)
-
-    def check_addresses() -> bool:
-        addresses = [*(peer.data_ptr() for peer in peers), multicast_address]
-        for address in addresses:
+    def map_peers() -> int:
+        peers = [
+            buffer if peer == rank else remote_tensor(handle, peer, buffer)
+            for peer in range(constants.TP)
+        ]
+        multicast = int(handle.multicast_ptr or 0)
+        for address in (*(peer.data_ptr() for peer in peers), multicast):
             if address % ALIGNMENT:
                 raise RuntimeError(
                     f"mailbox address {address:#x} is no multiple of {ALIGNMENT}"
                 )
-        return multicast_address != 0
+        local.extend(peers)
+        return multicast
 
-    mapped = agree(group, "mapping of the peers' mailboxes", check_addresses)
-    # The ranks agree on the request as well, so that all raise or none.
-    chosen, reason = agree(
-        group,
-        "choice of the transport",
-        lambda: choose_transport(transport, constants.TRANSPORTS, all(mapped)),
-    )[rank]
-    logger.info("rank %d: %s transport (%s)", rank, chosen, reason)
-    if chosen == "multicast":
-        addresses = [multicast_address]
-    else:
-        addresses = [peer.data_ptr() for peer in peers]
+    local: list[torch.Tensor] = []
+    multicast_addresses = agree(group, "mapping of the peers' mailboxes", map_peers)
 
-    # Every mailbox is armed and synchronized before anybody publishes.
-    dist.barrier(group)
-    torch.cuda.synchronize(device)
-    return Mailbox(
-        rank=rank,
-        transport=chosen,
-        buffer=buffer,
-        addresses=torch.tensor(addresses, dtype=torch.int64, device=device),
-        state=torch.zeros(2, dtype=torch.int32, device=device),
-        keep_alive=(handle, peers),
-    )
+    def connect() -> str:
+        chosen, reason = choose_transport(
+            transport, constants.TRANSPORTS, all(multicast_addresses)
+        )
+        logger.info("rank %d: %s transport (%s)", rank, chosen, reason)
+        multicast = chosen == "multicast"
+        addresses = (
+            [multicast_addresses[rank]]
+            if multicast
+            else [peer.data_ptr() for peer in local]
+        )
+        mailboxes.append(
+            Mailbox(
+                rank=rank,
+                transport=chosen,
+                buffer=buffer,
+                addresses=torch.tensor(addresses, dtype=torch.int64, device=device),
+                state=torch.zeros(2, dtype=torch.int32, device=device),
+                keep_alive=(handle, local),
+            )
+        )
+        torch.cuda.synchronize(device)
+        return chosen
+
+    mailboxes: list[Mailbox] = []
+    # Every mailbox is armed and synchronized before this vote is over, and so before
+    # anybody publishes.
+    agree(group, "choice of the transport", connect)
+    return mailboxes[0]
 
 
 def remote_tensor(handle: Any, peer: int, local: torch.Tensor) -> torch.Tensor:

@@ -71,23 +71,25 @@ def ranks(loaded: Sequence[Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[An
 
 def poison_outputs(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes every output tensor start as NaN, so that what is not written shows."""
-    allocate: Callable[[int], Any] = type(rank)._outputs
+    launcher = rank._launcher
+    outputs: Callable[[int], Any] = launcher.outputs
+    mix: Callable[[int], torch.Tensor] = launcher.mix
 
-    def poisoned(m: int) -> Any:
-        outputs = allocate(rank, m)
-        for output in outputs:
-            output.fill_(float("nan"))
-        return outputs
+    def poisoned_outputs(m: int) -> Any:
+        tensors = outputs(m)
+        for tensor in tensors:
+            tensor.fill_(float("nan"))
+        return tensors
 
-    monkeypatch.setattr(rank, "_outputs", poisoned)
-    rank._mix.fill_(float("nan"))
+    monkeypatch.setattr(launcher, "outputs", poisoned_outputs)
+    monkeypatch.setattr(launcher, "mix", lambda m: mix(m).fill_(float("nan")))
 
 
 def assert_armed(rank: Any) -> None:
     """Every element of the mailbox is the sentinel, and no cluster is being counted."""
-    bits = rank._mailbox.buffer.view(torch.int16)
+    bits = rank._launcher.mailbox.buffer.view(torch.int16)
     assert int((bits != mailboxes.SENTINEL_BITS).sum()) == 0
-    generation, arrivals = rank._mailbox.state.tolist()
+    generation, arrivals = rank._launcher.mailbox.state.tolist()
     assert generation in (0, 1, 2)
     assert arrivals == 0
 

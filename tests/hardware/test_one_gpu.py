@@ -112,7 +112,7 @@ def test_finalize(ranks: Any, m: int, dtype: torch.dtype, with_shared: bool) -> 
         rank.publish_finalize(*routed_arguments)
     torch.cuda.synchronize()
     # Rank 0's mailbox holds what every rank published.
-    mailbox = ranks[0]._mailbox
+    mailbox = ranks[0]._launcher.mailbox
     generation = int(mailbox.state[0])
     parts = tuple(mailbox.buffer[generation, rank, :m].clone() for rank in range(TP))
     for part, routed_arguments in zip(parts, arguments, strict=True):
@@ -242,9 +242,103 @@ def test_pending_mixes_are_refused_in_a_capture(ranks: Any) -> None:
     assert_armed(ranks[0])
 
 
+def test_join_on_another_stream(ranks: Any) -> None:
+    """Whoever joined, the next call waits for the mixes on its own stream."""
+    other = torch.cuda.Stream()
+    for seed in range(20):
+        inputs = inputs_for(7, seed=900 + seed)
+        following = inputs_for(7, seed=950 + seed)
+        weights = shared_arguments(following)[3:]
+        torch.cuda.synchronize()
+        first = call_all(ranks, inputs)
+        torch.cuda.synchronize()
+        for rank, part in zip(ranks, inputs.parts, strict=True):
+            rank.publish(part)
+        with torch.cuda.stream(ranks[0]._side):
+            torch.cuda._sleep(500_000)
+        first = [rank.consume(*shared_arguments(inputs)) for rank in ranks]
+        with torch.cuda.stream(other):
+            ranks[0].join()
+        # Rank 0's mixes are late; all ranks' next boundaries read them.
+        for rank, part in zip(ranks, following.parts, strict=True):
+            rank.publish(part)
+        state = (first[0].residual, first[0].post, first[0].comb)
+        second = [rank.consume(*state, *weights) for rank in ranks]
+        joined(ranks)
+        expected = reference.boundary(following.parts, *state, *weights, CONSTANTS)
+        assert_matches(second[0], expected)
+        assert_same_bits(second)
+
+
+def test_replay_beside_pending_eager_mixes(ranks: Any) -> None:
+    """A replay without a join leaves the mixes of the eager call before it alone."""
+    captured, eager = inputs_for(5, seed=31), inputs_for(5, seed=32)
+    joined(ranks)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        in_graph = call_all(ranks, captured)
+        for rank in ranks:
+            rank.join()
+    for _ in range(10):
+        for rank, part in zip(ranks, eager.parts, strict=True):
+            rank.publish(part)
+        for rank in ranks:
+            with torch.cuda.stream(rank._side):
+                torch.cuda._sleep(300_000)
+        outside = [rank.consume(*shared_arguments(eager)) for rank in ranks]
+        graph.replay()
+        joined(ranks)
+        assert_matches(outside[0], eager.boundary(CONSTANTS))
+        assert_matches(in_graph[0], captured.boundary(CONSTANTS))
+
+
+def test_capture_after_a_join(ranks: Any) -> None:
+    """join() before a capture is enough, even if it is long ago."""
+    inputs = inputs_for(3, seed=33)
+    call_all(ranks, inputs)
+    joined(ranks)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = call_all(ranks, inputs)
+        for rank in ranks:
+            rank.join()
+    graph.replay()
+    joined(ranks)
+    assert_matches(outputs[0], inputs.boundary(CONSTANTS))
+
+
+def test_a_call_that_broke_off_is_noticed(ranks: Any) -> None:
+    """After an interrupt between publish and boundary no call is accepted."""
+    inputs = inputs_for(4, seed=34)
+    arguments = shared_arguments(inputs)
+    for rank, part in zip(ranks, inputs.parts, strict=True):
+        rank.publish(part)
+    with pytest.raises(RuntimeError, match="load the package again on all ranks"):
+        ranks[0](inputs.parts[0], *arguments)
+    with pytest.raises(ValueError, match="3 tokens, and 4 were published"):
+        ranks[0].consume(*(tensor[:3] for tensor in arguments[:3]), *arguments[3:])
+    outputs = [rank.consume(*arguments) for rank in ranks]
+    joined(ranks)
+    assert_matches(outputs[0], inputs.boundary(CONSTANTS))
+    with pytest.raises(ValueError, match="4 tokens, and 0 were published"):
+        ranks[0].consume(*arguments)
+
+
+def test_published_rows_are_held_until_they_are_read(ranks: Any) -> None:
+    """Rows dropped right after the publish are not overwritten by the outputs."""
+    for seed in range(20):
+        inputs = inputs_for(64, seed=seed)
+        for rank, part in zip(ranks, inputs.parts, strict=True):
+            torch.cuda._sleep(100_000)
+            rank.publish(part.clone())
+        outputs = [rank.consume(*shared_arguments(inputs)) for rank in ranks]
+        joined(ranks)
+        assert_matches(outputs[0], inputs.boundary(CONSTANTS))
+
+
 def test_no_tokens(ranks: Any) -> None:
     """M = 0 gives empty outputs and launches nothing."""
-    before = [rank._mailbox.state.clone() for rank in ranks]
+    before = [rank._launcher.mailbox.state.clone() for rank in ranks]
     inputs = inputs_for(1, seed=1)
     empty = [tensor[:0] for tensor in shared_arguments(inputs)[:3]]
     weights = shared_arguments(inputs)[3:]
@@ -257,7 +351,7 @@ def test_no_tokens(ranks: Any) -> None:
     ]
     torch.cuda.synchronize()
     for rank, state in zip(ranks, before, strict=True):
-        assert torch.equal(rank._mailbox.state, state)
+        assert torch.equal(rank._launcher.mailbox.state, state)
 
 
 NAMES = ("x", "residual", "post", "comb", "fn", "scale", "base", "norm_weight")
@@ -278,6 +372,12 @@ def wrong(name: str, fault: str, tensor: torch.Tensor) -> Any:
     if fault == "strides":
         wide = torch.cat([tensor, tensor], dim=-1)
         return wide[..., ::2], ValueError
+    if fault == "negated":
+        return torch._neg_view(tensor), ValueError
+    if fault == "freed":
+        freed = tensor.clone()
+        freed.untyped_storage().resize_(0)
+        return freed, ValueError
     assert fault == "alignment"
     storage = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device="cuda")
     return storage[1:].view(tensor.shape), ValueError
@@ -285,7 +385,18 @@ def wrong(name: str, fault: str, tensor: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    "fault", ["type", "dtype", "shape", "rank", "device", "strides", "alignment"]
+    "fault",
+    [
+        "type",
+        "dtype",
+        "shape",
+        "rank",
+        "device",
+        "strides",
+        "alignment",
+        "negated",
+        "freed",
+    ],
 )
 def test_wrong_arguments_launch_nothing(ranks: Any, name: str, fault: str) -> None:
     """Every fault is refused with its argument's name before the first launch."""
@@ -294,11 +405,11 @@ def test_wrong_arguments_launch_nothing(ranks: Any, name: str, fault: str) -> No
         zip(NAMES, (inputs.parts[0], *shared_arguments(inputs)), strict=True)
     )
     arguments[name], error = wrong(name, fault, arguments[name])
-    before = ranks[0]._mailbox.state.clone()
+    before = ranks[0]._launcher.mailbox.state.clone()
     with pytest.raises(error, match=f"^{name} "):
         ranks[0](**arguments)
     torch.cuda.synchronize()
-    assert torch.equal(ranks[0]._mailbox.state, before)
+    assert torch.equal(ranks[0]._launcher.mailbox.state, before)
     assert_armed(ranks[0])
 
 
@@ -306,6 +417,7 @@ def test_wrong_arguments_launch_nothing(ranks: Any, name: str, fault: str) -> No
     ("change", "error", "message"),
     [
         ({"gemm2_permuted": "half"}, TypeError, "gemm2_permuted has dtype"),
+        ({"gemm2_permuted": "odd and empty"}, ValueError, "gemm2_permuted is empty"),
         ({"expert_weights": "half"}, TypeError, "expert_weights has dtype"),
         ({"expert_weights": "wide"}, ValueError, "expert_weights has shape"),
         ({"expanded_idx_to_permuted_idx": "long"}, TypeError, "permuted_idx has dtype"),
@@ -332,6 +444,7 @@ def test_wrong_finalize_arguments_launch_nothing(
         "long": lambda t: t.long(),
         "cpu": lambda t: t.cpu(),
         "wide": lambda t: torch.cat([t, t], dim=-1),
+        "odd and empty": lambda t: torch.cat([t, t], dim=-1)[:0, : t.shape[1]],
     }
     for name, how in change.items():
         arguments[name] = changes[how](arguments[name])
