@@ -167,7 +167,7 @@ class FusedBoundary:
             RuntimeError: The mixes were launched before the capture that is going on.
         """
         with self._on_device():
-            self._wait_for_mixes()
+            self._wait_for_mixes(torch.cuda.current_stream())
         pending = self._pending
         if pending is not None:
             pending.joined = True
@@ -179,7 +179,7 @@ class FusedBoundary:
         argument and the errors are those of a call.
         """
         m = self._checks.x(x)
-        self._publish(Published(m, (x,)), partial(self._launcher.publish, x))
+        self._publish_alone(Published(m, (x,)), partial(self._launcher.publish, x))
 
     def publish_finalize(
         self,
@@ -193,7 +193,9 @@ class FusedBoundary:
             gemm2_permuted, expert_weights, expanded_idx_to_permuted_idx, shared_output
         )
         m = self._checks.routed(routed)
-        self._publish(Published(m, routed), partial(self._launcher.finalize, routed))
+        self._publish_alone(
+            Published(m, routed), partial(self._launcher.finalize, routed)
+        )
 
     def consume(
         self,
@@ -220,7 +222,8 @@ class FusedBoundary:
         outputs, mix = self._launcher.outputs(m), self._launcher.mix(m)
         if m:
             with self._on_device():
-                self._launch_boundary(inputs, outputs, mix)
+                stream = torch.cuda.current_stream()
+                self._launch_boundary(inputs, outputs, mix, stream)
         return outputs
 
     def _run(
@@ -230,36 +233,46 @@ class FusedBoundary:
         inputs: BoundaryInput,
     ) -> BoundaryOutput:
         """Launches a checked call: memory is allocated before the publish."""
-        outputs, mix = (
-            self._launcher.outputs(published.m),
-            self._launcher.mix(published.m),
-        )
+        outputs = self._launcher.outputs(published.m)
+        mix = self._launcher.mix(published.m)
         if published.m:
             with self._on_device():
-                self._publish(published, launch)
-                self._launch_boundary(inputs, outputs, mix)
+                stream = torch.cuda.current_stream()
+                self._publish(published, launch, stream)
+                self._launch_boundary(inputs, outputs, mix, stream)
         return outputs
 
-    def _publish(self, published: Published, launch: Callable[[], None]) -> None:
-        """Launches a checked publish."""
+    def _publish_alone(self, published: Published, launch: Callable[[], None]) -> None:
+        """Launches a checked publish without its boundary."""
+        if published.m:
+            with self._on_device():
+                self._publish(published, launch, torch.cuda.current_stream())
+
+    def _publish(
+        self,
+        published: Published,
+        launch: Callable[[], None],
+        stream: torch.cuda.Stream,
+    ) -> None:
+        """Launches a publish, once the stream waits for the mixes of the last call."""
         if self._published is not None:
             raise RuntimeError(
                 "an earlier call broke off between its publish and its boundary, and "
                 "the ranks no longer agree: load the package again on all ranks"
             )
-        if not published.m:
-            return
-        with self._on_device():
-            self._wait_for_mixes()
-            self._release()
-            self._published = published
-            launch()
+        self._wait_for_mixes(stream)
+        self._release(stream)
+        self._published = published
+        launch()
 
     def _launch_boundary(
-        self, inputs: BoundaryInput, outputs: BoundaryOutput, mix: torch.Tensor
+        self,
+        inputs: BoundaryInput,
+        outputs: BoundaryOutput,
+        mix: torch.Tensor,
+        stream: torch.cuda.Stream,
     ) -> None:
-        """Launches a boundary, and its mixes on the side stream."""
-        stream = torch.cuda.current_stream()
+        """Launches a boundary on the stream, and its mixes on the side stream."""
         kernel = self._launcher.boundary_kernel(mix.shape[0])
         self._launcher.boundary(kernel, inputs, outputs, mix)
         self._published = None
@@ -273,14 +286,14 @@ class FusedBoundary:
         self._launcher.mixes(mix, inputs, outputs, self._side.cuda_stream)
         self._mixes_done.record(self._side)
 
-    def _wait_for_mixes(self) -> None:
+    def _wait_for_mixes(self, stream: torch.cuda.Stream) -> None:
         """Makes the current stream wait for pending mixes."""
         pending = self._pending
         if pending is None:
             return
         captured = torch.cuda.is_current_stream_capturing()
         if captured == pending.captured:
-            torch.cuda.current_stream().wait_event(self._mixes_done)
+            stream.wait_event(self._mixes_done)
         elif pending.captured:
             # The capture is over: with a join in it, a replay is complete in itself;
             # without one, torch refused the graph.
@@ -291,10 +304,10 @@ class FusedBoundary:
                 "join() before the capture begins"
             )
 
-    def _release(self) -> None:
-        """Lets go of pending mixes, for which the current stream has waited."""
+    def _release(self, stream: torch.cuda.Stream) -> None:
+        """Lets go of pending mixes, for which the stream has waited."""
         pending = self._pending
-        if pending is not None and pending.stream != torch.cuda.current_stream():
+        if pending is not None and pending.stream != stream:
             # Their memory goes back to a stream that may not have waited.
             self._record_side_stream(pending)
         self._pending = None
