@@ -26,7 +26,7 @@ from pathlib import Path
 def compile_kernel(kernel, symbol, arch, options=""):
     assert symbol == "standin_" + kernel.__name__
     Path("left_in_the_current_folder").write_text("")
-    assert "remarks{ptx}" in options.split()
+    assert ("remarks{ptx}" in options.split()) is REPORTS
     assert not [key for key in os.environ if key.startswith("CUTE_DSL_")]
     kernel(arch)
     print("\x1b[96mremark[ptxas info]:\x1b[0m ptxas output: ptxas info : 0 bytes gmem")
@@ -66,7 +66,9 @@ def stand_in(folder: Path, second: str = "pass", name: str = "standin") -> Path:
         "__init__.py": "",
         "kernels.py": KERNELS + FUNCTIONS.format(second),
         "runtime/__init__.py": "",
-        "runtime/compiler.py": COMPILER,
+        "runtime/compiler.py": COMPILER.replace(
+            "REPORTS", str(compile_worker.reports_resources())
+        ),
     }
     files = {PurePosixPath(path): text for path, text in sources.items()}
     kernels = dict.fromkeys(ARCHS, ROWS)
@@ -273,6 +275,16 @@ def test_real_kernel(
         "spill_loads": 0,
         "static_shared": result.shared_bytes,
     }
+
+
+@pytest.mark.parametrize(
+    ("installed", "reports"), [("4.7.1", False), ("4.8.0", True), ("4.10.0", True)]
+)
+def test_compilers_that_report(
+    monkeypatch: pytest.MonkeyPatch, installed: str, reports: bool
+) -> None:
+    monkeypatch.setattr(compile_worker.metadata, "version", lambda name: installed)
+    assert compile_worker.reports_resources() is reports
 
 
 def test_environment_of_this_process_is_untouched(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mhcgen.build import write_files
+from mhcgen.manifest import DSL_RANGE
 from mhcgen.plan import Plan
 from mhcgen.render import render
 
@@ -77,6 +78,11 @@ def test_old_compilers_are_refused(
             compiler.check_dsl()
 
 
+def test_the_oldest_compiler_is_that_of_the_manifest() -> None:
+    oldest = ".".join(map(str, compiler.OLDEST_DSL))
+    assert DSL_RANGE.split(",")[0] == f">={oldest}"
+
+
 def test_a_folder_that_is_no_package(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="holds no generated package"):
         loader.load_emulated(tmp_path)
@@ -105,10 +111,16 @@ def test_a_name_that_another_module_has(tmp_path: Path, glm53_plan: Plan) -> Non
 
 
 AGREE = """
+import os
 import sys
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from mhcgen.runtime.mailbox import agree
+
+
+def print_line(*words):
+    # In one piece, so that the processes' lines do not mix.
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 
 
 def main(rank, file):
@@ -116,7 +128,7 @@ def main(rank, file):
         "gloo", init_method=f"file://{file}", rank=rank, world_size=3
     )
     group = dist.group.WORLD
-    print(rank, agree(group, "counting", lambda: rank * 10), flush=True)
+    print_line(rank, agree(group, "counting", lambda: rank * 10))
     def fail():
         if rank == 1:
             raise MemoryError("no room")
@@ -124,9 +136,9 @@ def main(rank, file):
     try:
         agree(group, "allocation", fail)
     except RuntimeError as error:
-        print(rank, str(error).replace("\\n", " | "), type(error.__cause__), flush=True)
+        print_line(rank, str(error).replace("\\n", " | "), type(error.__cause__))
     # The group still works: nobody was left waiting.
-    print(rank, agree(group, "after", lambda: "ok"), flush=True)
+    print_line(rank, agree(group, "after", lambda: "ok"))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1206,7 +1206,6 @@ def make_nothing() -> None:
             "spec.yaml",
             "spec.yaml: cannot be read: Too many levels of symbolic links",
         ),
-        (make_nothing, "a\0b", "a\\x00b: cannot be read: embedded null byte"),
         (
             make_nothing,
             "\x1b[31mred.yaml",
@@ -1223,6 +1222,12 @@ def make_nothing() -> None:
 def test_no_file_to_read(make: Callable[[], None], path: str, expected: str) -> None:
     make()
     assert unwrapped(refusal(path)) == expected
+
+
+def test_a_path_that_no_file_can_have() -> None:
+    """The reason is Python's, whose words differ between its releases."""
+    reason = r"a\\x00b: cannot be read: .*embedded null (byte|character).*"
+    assert re.fullmatch(reason, unwrapped(refusal("a\0b")))
 
 
 def test_a_file_without_permission(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,8 +219,7 @@ def rendezvous(
 
 def remote_tensor(handle: Any, peer: int, local: torch.Tensor) -> torch.Tensor:
     """A peer's mailbox as a tensor here; its address includes the handle's offset."""
-    get = getattr(handle, "get_remote_tensor", handle.get_buffer)
-    remote: torch.Tensor = get(peer, local.shape, local.dtype)
+    remote: torch.Tensor = handle.get_remote_tensor(peer, local.shape, local.dtype)
     return remote
 
 
