@@ -161,10 +161,15 @@ def compile_kernels(
 
     Raises:
         CompileError: A kernel does not compile; the others are given up.
+        MhcgenError: A folder to keep things in cannot be made.
     """
-    for job in jobs:
-        if job.keep is not None:
-            job.keep.mkdir(parents=True, exist_ok=True)
+    for keep in {job.keep for job in jobs if job.keep is not None}:
+        try:
+            keep.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise MhcgenError(
+                f"--keep {keep}: {error.strerror}; name a folder that can be written"
+            ) from error
     count = min(processes or len(os.sched_getaffinity(0)), len(jobs))
     if not count:
         return []

@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 GENERATOR = "mhcgen"
 MANIFEST = PurePosixPath("manifest.json")
 DSL_RANGE = ">=4.6.3,<4.9"
+TVM_FFI_RANGE = ">=0.1.11,<0.2"
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,10 @@ class Manifest:
             "name": self.name,
             "spec_sha256": self.spec_sha256,
             "templates_sha256": self.templates_sha256,
-            "requires": {"nvidia-cutlass-dsl": DSL_RANGE},
+            "requires": {
+                "nvidia-cutlass-dsl": DSL_RANGE,
+                "apache-tvm-ffi": TVM_FFI_RANGE,
+            },
             "kernels": {
                 arch: [asdict(row) for row in rows]
                 for arch, rows in self.kernels.items()

@@ -639,7 +639,10 @@ def plan_target(plan: Plan, architecture: Architecture, target: Target) -> Targe
     if target.token_groups is None:
         token_groups = choose_token_groups(plan, architecture, cluster_size)
         wave = clusters_at_once(architecture, cluster_size)
-        groups_reason = f"picked: one wave of about {wave} clusters holds the call"
+        groups_reason = (
+            f"picked: about {wave} clusters run at once, and groups of up to "
+            f"{TOKEN_GROUPS[-1]} tokens keep a call to one wave where they can"
+        )
     else:
         token_groups = tuple(
             TokenGroup(row.max_tokens, row.group) for row in target.token_groups

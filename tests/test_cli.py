@@ -323,6 +323,18 @@ def test_explain_json(run: Run, glm53_plan: Plan) -> None:
 # compile
 
 
+def test_compile_says_what_the_compiler_does_not_tell(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = cli.CompiledKernel(
+        "glm53", "boundary", "sm_90a", 168, None, None, 8, 7872, 0.5
+    )
+    monkeypatch.setattr(cli, "compile_all", lambda jobs, processes: [kernel])
+    *_, row, note = run("compile", GLM53).out.splitlines()
+    assert row.split()[3:] == ["168", "-", "-", "8", "7872", "0.50"]
+    assert note.startswith("-: not told by nvidia-cutlass-dsl before 4.8")
+
+
 def test_compile_of_a_package(run: Run, tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text(
         "name: small\nmodel: {hidden: 256}\nparallel: {tp: 2, transports: [unicast]}\n"

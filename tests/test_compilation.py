@@ -291,3 +291,9 @@ def test_environment_of_this_process_is_untouched(tmp_path: Path) -> None:
     before = dict(os.environ)
     compile_kernels(jobs_of(stand_in(tmp_path)))
     assert dict(os.environ) == before
+
+
+def test_a_folder_to_keep_things_in_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "keep").touch()
+    with pytest.raises(MhcgenError, match=r"--keep .*: File exists; name a folder"):
+        compile_kernels(jobs_of(stand_in(tmp_path), keep=tmp_path / "keep"))

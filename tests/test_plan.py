@@ -351,6 +351,6 @@ def test_reasons_are_told() -> None:
 
     assert "picked" in target().cluster_reason
     assert "from the spec" in target(cluster_size=8).cluster_reason
-    assert "one wave" in target().groups_reason
+    assert "to one wave" in target().groups_reason
     groups = [{"max_tokens": 256, "group": 2}]
     assert "from the spec" in target(token_groups=groups).groups_reason

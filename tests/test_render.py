@@ -12,13 +12,13 @@ import tomllib
 from pathlib import Path, PurePosixPath
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import nodes
 from ruff import find_ruff_bin
 
 from mhcgen import __version__
-from mhcgen.manifest import DSL_RANGE, MANIFEST, read_manifest
+from mhcgen.manifest import DSL_RANGE, MANIFEST, TVM_FFI_RANGE, read_manifest
 from mhcgen.plan import Plan, make_plan
 from mhcgen.render import (
     PTX,
@@ -193,6 +193,7 @@ def test_manifest(any_plan: Plan, tmp_path: Path) -> None:
 def test_dsl_range_is_that_of_the_project() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert f"nvidia-cutlass-dsl{DSL_RANGE}" in project["dependencies"]
+    assert f"apache-tvm-ffi{TVM_FFI_RANGE}" in project["dependencies"]
 
 
 def test_finalize_is_emitted_for_moe_only(any_plan: Plan) -> None:
@@ -227,6 +228,7 @@ def test_every_module_is_imported_by_relative_imports(files: Files) -> None:
 # The YAML of the resolved spec
 
 
+@settings(deadline=None)
 @given(
     st.floats(1.2e-38, 1e-2),
     st.floats(1.2e-38, 16.0),

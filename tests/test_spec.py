@@ -341,6 +341,7 @@ def test_one_endless_problem_is_cut() -> None:
     assert lines[-1] == "... and 1 more problem"
 
 
+@settings(deadline=None)
 @given(st.text(max_size=200), st.integers(10, 80))
 def test_shown_text_is_plain_and_short(text: str, limit: int) -> None:
     assert visible(text).isprintable()
@@ -458,6 +459,7 @@ def test_legal_specs_survive_yaml_and_json(file: Path, data: dict[str, object]) 
     assert Spec.model_validate_json(spec.model_dump_json()) == spec
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="0123456789+-.eE_xonaifNtrul~", max_size=12))
 def test_plain_values_are_numbers_or_the_text_itself(text: str) -> None:
     value = plain_value(text)

@@ -1,5 +1,13 @@
 """The steps that kernels are made of, each on one thread's fragment.
 
+1. y = bf16(sum over the ranks of x), pairwise in FP32.
+2. new[j] = bf16(post[j]*y + sum_i comb[i,j]*residual[i]): the residual streams.
+3. mix[k] = (fn[k] . new) * rsqrt(mean over all streams of new^2 + rms_eps).
+4. pre[j] = sigmoid(mix[j]*scale[0] + base[j]) + hc_eps.
+5. c = bf16(sum_j pre[j]*new[j]); layer_input = bf16(rms_norm(c) * norm_weight).
+6. The next post = post_mult * sigmoid(mix*scale[1] + base), in mixes.py.
+7. The next comb: softmax and Sinkhorn passes over mix*scale[2] + base, in mixes.py.
+
 A fragment is 16 bytes of a row, 8 BF16, held as four 32-bit words or as eight FP32.
 Functions without a decorator run while the kernel is traced: their loops are unrolled.
 """
