@@ -1,0 +1,91 @@
+"""Several calls in flight under the adversary, and mutants that it must catch."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+import pytest
+
+from mhcgen.emulator.machine import Program
+from mhcgen.emulator.package import EmulatedPackage
+from mhcgen.emulator.ptx import Instruction
+from mhcgen.plan import Plan
+from mhcgen.verify import Case, cases, run
+from tests.emulator.conftest import Load
+
+
+def seeds(plan: Plan, transport: str, first: int, count: int) -> list[Case]:
+    return [*cases(plan, ["sm_90a"], [transport], [], None, first, count)]
+
+
+@pytest.mark.parametrize("transport", ["multicast", "unicast"])
+@pytest.mark.parametrize("first", [0, 6, 12, 18])
+def test_seeds(load: Load, narrow_plan: Plan, transport: str, first: int) -> None:
+    package = load(narrow_plan, "sm_90a")
+    for case in seeds(narrow_plan, transport, first, 6):
+        assert len(set(case.tokens)) > 1 or len(case.tokens) == 6
+        outcome = run(package, case)
+        assert outcome.ok, (case, outcome.errors, outcome.problems)
+
+
+Change = Callable[[Instruction], Instruction | None]
+
+
+def opcode(old: str, new: str | None = None, nth: int | None = None) -> Change:
+    """Deletes the instructions of an opcode, or gives them another one."""
+    count = 0
+
+    def change(instruction: Instruction) -> Instruction | None:
+        nonlocal count
+        if instruction.opcode != old:
+            return instruction
+        count += 1
+        if nth is not None and count != nth:
+            return instruction
+        return new and dataclasses.replace(instruction, opcode=new)
+
+    return change
+
+
+def mutant(package: EmulatedPackage, kernels: str, change: Change) -> EmulatedPackage:
+    """The package with changed instructions in some kernels."""
+    programs = dict(package.programs)
+    changed = 0
+    for name, program in package.programs.items():
+        if not re.fullmatch(kernels, name):
+            continue
+        kernel = program.kernel
+        labels, instructions = dict(kernel.labels), []
+        for place, instruction in enumerate(kernel.instructions):
+            after = change(instruction)
+            changed += after is not instruction
+            if after is not None:
+                instructions.append(after)
+                continue
+            for label, at in kernel.labels.items():
+                labels[label] -= at > place
+        altered = dataclasses.replace(kernel, labels=labels, instructions=instructions)
+        programs[name] = Program.of(altered)
+    assert changed
+    return dataclasses.replace(package, programs=programs)
+
+
+MUTANTS = {
+    "no barrier before the block's sums": ("boundary", opcode("bar.sync", nth=1)),
+    "no barrier before the block's squares": ("boundary", opcode("bar.sync", nth=2)),
+    "sums sent without release": (
+        "boundary",
+        opcode("barrier.cluster.arrive", "barrier.cluster.arrive.relaxed"),
+    ),
+    "rows taken before they arrive": ("boundary", opcode("setp.eq.b64", "setp.ge.u64")),
+    "slots not armed again": ("boundary", opcode("st.global.v4.b32", nth=1)),
+    "minus zero not replaced": ("publish.*", opcode("xor.b32", "or.b32")),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(load: Load, narrow_plan: Plan, name: str) -> None:
+    kernels, change = MUTANTS[name]
+    package = mutant(load(narrow_plan, "sm_90a"), kernels, change)
+    outcomes = (run(package, c) for c in seeds(narrow_plan, "unicast", 0, 50))
+    assert any(not outcome.ok for outcome in outcomes)

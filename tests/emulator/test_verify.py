@@ -1,0 +1,168 @@
+"""The command that compares kernels with the reference."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from mhcgen import cli, reference
+from mhcgen.emulator.package import EmulatedPackage
+from mhcgen.plan import Plan
+from mhcgen.verify import (
+    Case,
+    Errors,
+    Outcome,
+    cases,
+    default_tokens,
+    first_partial,
+    run,
+)
+from tests.emulator.conftest import Load
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object
+) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["mhcgen", "verify", *map(str, words)])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    out, err = capsys.readouterr()
+    return int(caught.value.code or 0), out, err
+
+
+@pytest.fixture
+def compiled_already(
+    monkeypatch: pytest.MonkeyPatch, load: Load, narrow_plan: Plan
+) -> EmulatedPackage:
+    """The command takes kernels that are compiled, instead of compiling them."""
+    package = load(narrow_plan, "sm_90a")
+    monkeypatch.setattr("mhcgen.verify.compile_ptx", lambda *arguments: None)
+    monkeypatch.setattr("mhcgen.verify.load_package", lambda *arguments: package)
+    return package
+
+
+def test_verify(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    compiled_already: EmulatedPackage,
+    narrow_path: Path,
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "out.json"
+    words = [narrow_path, "--tokens", "1,4", "--json", file]
+    code, out, err = command(monkeypatch, capsys, *words)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("narrow: wrong elements")
+    assert len(lines) == 2 + 4  # two sizes by two transports
+    assert all(line.endswith(" ok") for line in lines[2:])
+    content = json.loads(file.read_text())
+    assert content["name"] == "narrow" and len(content["cases"]) == 4
+    assert content["cases"][0]["tokens"] == [1] * len(reference.VARIANTS)
+    assert all(case["ok"] for case in content["cases"])
+
+
+def test_a_failure_tells_how_to_repeat_it(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    compiled_already: EmulatedPackage,
+    narrow_path: Path,
+) -> None:
+    monkeypatch.setattr(reference, "MIX_TOLERANCE", 0.0)
+    words = [narrow_path, "--transport", "unicast", "--tokens", "3", "--calls", "2"]
+    code, out, _ = command(monkeypatch, capsys, *words, "--seed", "5")
+    assert code == 1
+    assert "1 failed" in out
+    again = f"mhcgen verify {narrow_path} --arch sm_90a --transport unicast"
+    assert f"FAILED: {again} --tokens 3 --calls 2 --seed 5\n" in out
+
+
+def test_what_stops_a_kernel_is_shown(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    compiled_already: EmulatedPackage,
+    narrow_path: Path,
+) -> None:
+    kernel = compiled_already.programs["publish_unicast"]
+    programs = {**compiled_already.programs, "mixes": kernel}
+    package = EmulatedPackage(
+        compiled_already.plan,
+        "sm_90a",
+        programs,
+        {**compiled_already.host, "boundary": compiled_already.host["mixes"]},
+    )
+    monkeypatch.setattr("mhcgen.verify.load_package", lambda *arguments: package)
+    with pytest.raises(ValueError, match="parameters, and its source names"):
+        run(package, Case("sm_90a", "unicast", (1,), 0))
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--transport", "pigeon"], "--transport 'pigeon': the package has multicast"),
+        (["--tokens", "1,x"], "--tokens x: a call of narrow has 1 to 8 tokens"),
+        (["--tokens", "9"], "--tokens 9"),
+        (["--arch", "sm_80"], "--arch 'sm_80'"),
+        (["--seed", "-1"], "Invalid value"),
+    ],
+)
+def test_wrong_options(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    narrow_path: Path,
+    words: list[str],
+    reason: str,
+) -> None:
+    code, _, err = command(monkeypatch, capsys, narrow_path, *words)
+    assert code == 2
+    assert reason in err
+
+
+def test_a_folder_that_is_no_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, _, err = command(monkeypatch, capsys, tmp_path)
+    assert code == 2 and "is no package made by mhcgen" in err
+
+
+def test_cases(glm53_plan: Plan, narrow_plan: Plan) -> None:
+    target = glm53_plan.target("sm_90a")
+    assert default_tokens(target) == (1, 3, 17)
+    assert first_partial(target, 3) == 31
+    assert default_tokens(narrow_plan.target("sm_90a")) == (1, 3, 4)
+    stressed = [*cases(narrow_plan, ["sm_90a"], ["unicast"], [], None, 4, 3)]
+    assert [case.seed for case in stressed] == [4, 5, 6]
+    assert all(case.stress and len(case.tokens) == 6 for case in stressed)
+    assert stressed == [*cases(narrow_plan, ["sm_90a"], ["unicast"], [], None, 4, 3)]
+    # The command draws the same calls again.
+    for case in stressed:
+        sizes, calls = case.drawn_from, len(case.tokens)
+        one = cases(narrow_plan, ["sm_90a"], ["unicast"], sizes, calls, case.seed, 1)
+        assert [*one] == [case]
+    again = stressed[0].command(Path("x y.yaml"))
+    assert "--tokens 1,2,3,5 --calls 6" in again
+    assert again.startswith("mhcgen verify 'x y.yaml' --arch sm_90a")
+    assert again.endswith("--seed 4 --stress 1")
+
+
+def test_limits() -> None:
+    assert Errors().ok
+    for wrong in (
+        Errors(published=1),
+        Errors(finalized_ulp=2),
+        Errors(residual=1),
+        Errors(layer_input_ulp=3),
+        Errors(layer_input_share=0.01),
+        Errors(mix=1e-4),
+        Errors(post=float("inf")),
+        Errors(comb=1e-4),
+    ):
+        assert not wrong.ok
+    case = Case("sm_90a", "unicast", (1,), 0)
+    assert not Outcome(case, problems=["one"]).ok
