@@ -323,7 +323,7 @@ def main() -> NoReturn:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
-            app()
+            app(prog_name="mhcgen")
         finally:
             sys.stdout.flush()
     except MhcgenError as error:
