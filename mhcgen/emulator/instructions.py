@@ -634,7 +634,7 @@ def _convert(
 
 # --- memory -------------------------------------------------------------------------
 
-_ORDERS = {"volatile", "relaxed", "acquire", "release", "weak", "nc"}
+_ORDERS = {"volatile", "relaxed", "acquire", "release", "weak", "nc", "cg"}
 _SCOPES = {"cta", "cluster", "gpu", "sys"}
 
 

@@ -172,7 +172,7 @@ def post_mix(y, post, comb, old):
 
 def load_old_streams(address):
     """Loads one fragment of each residual stream of a token."""
-    return [ptx.load_relaxed(address + index * ROW_BYTES) for index in range(HC)]
+    return [ptx.load_l2(address + index * ROW_BYTES) for index in range(HC)]
 
 
 def load_mix_weights(post, comb, token, stream):
@@ -180,9 +180,9 @@ def load_mix_weights(post, comb, token, stream):
     post_row = post[token, None, 0].iterator.toint()
     comb_row = comb[token, None, None].iterator.toint()
     return (
-        ptx.load_float_relaxed(post_row + stream * FLOAT_BYTES),
+        ptx.load_float_l2(post_row + stream * FLOAT_BYTES),
         [
-            ptx.load_float_relaxed(comb_row + (source * HC + stream) * FLOAT_BYTES)
+            ptx.load_float_l2(comb_row + (source * HC + stream) * FLOAT_BYTES)
             for source in range(HC)
         ],
     )

@@ -5,12 +5,12 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 
 @dsl_user_op
-def load_relaxed(address, *, loc=None, ip=None):
-    """Loads a fragment that an earlier kernel wrote, past the L1 cache: four words."""
+def load_l2(address, *, loc=None, ip=None):
+    """Loads a fragment that an earlier kernel wrote, from L2, never a stale L1: four words."""
     words = llvm.inline_asm(
         ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>"),
         [Int64(address).ir_value(loc=loc, ip=ip)],
-        "ld.relaxed.gpu.global.v4.b32 {$0, $1, $2, $3}, [$4];",
+        "ld.global.cg.v4.b32 {$0, $1, $2, $3}, [$4];",
         "=r,=r,=r,=r,l",
         has_side_effects=True,
         loc=loc,

@@ -4,13 +4,13 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 
 @dsl_user_op
-def load_float_relaxed(address, *, loc=None, ip=None):
-    """Loads an FP32 value that an earlier kernel wrote, past the L1 cache."""
+def load_float_l2(address, *, loc=None, ip=None):
+    """Loads an FP32 value that an earlier kernel wrote, from L2, never a stale L1."""
     return Float32(
         llvm.inline_asm(
             T.f32(),
             [Int64(address).ir_value(loc=loc, ip=ip)],
-            "ld.relaxed.gpu.global.f32 $0, [$1];",
+            "ld.global.cg.f32 $0, [$1];",
             "=f,l",
             has_side_effects=True,
             loc=loc,
