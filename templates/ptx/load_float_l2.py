@@ -5,7 +5,7 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 @dsl_user_op
 def load_float_l2(address, *, loc=None, ip=None):
-    """Loads an FP32 value that an earlier kernel wrote, from L2, never a stale L1."""
+    """Loads an FP32 value that an earlier kernel wrote, from L2."""
     return Float32(
         llvm.inline_asm(
             T.f32(),

@@ -6,7 +6,7 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 @dsl_user_op
 def load_l2(address, *, loc=None, ip=None):
-    """Loads a fragment that an earlier kernel wrote, from L2, never a stale L1: four words."""
+    """Loads a fragment that an earlier kernel wrote, from L2: four words."""
     words = llvm.inline_asm(
         ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>"),
         [Int64(address).ir_value(loc=loc, ip=ip)],
