@@ -36,8 +36,8 @@ from mhcgen.runtime import arguments, host, load, loader, mailbox, warm_up
 
 CALLS = 100
 REPLAYS = 15
-# NCCL guards graphs against collectives outside of them, which more than doubles a small
-# all-reduce's time in a graph. There are none here: time NCCL at its best.
+# NCCL guards graphs against collectives outside of them, which more than doubles a
+# small all-reduce's time. There are none here: time NCCL at its best.
 os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
 
 

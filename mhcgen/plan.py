@@ -444,7 +444,7 @@ def make_plan(spec: Spec) -> Plan:
 
 def model_problems(plan: Plan) -> list[Problem]:
     """Faults of the spec that no choice of target can mend."""
-    problems = []
+    problems = unserved_problems(plan.spec)
     if plan.spec.precision.fn_weight == "fp32":
         problems.append(
             Problem(
@@ -497,6 +497,24 @@ def model_problems(plan: Plan) -> list[Problem]:
             )
         )
     return problems
+
+
+def unserved_problems(spec: Spec) -> list[Problem]:
+    """Choices that no kernel serves yet."""
+    choices: tuple[tuple[tuple[str, ...], object, object], ...] = (
+        (("model", "pre_mix"), spec.model.pre_mix, "fresh"),
+        (("model", "norm_weight"), spec.model.norm_weight, "plain"),
+        (("precision", "activation"), spec.precision.activation, "bf16"),
+        (("precision", "projection"), spec.precision.projection, "auto"),
+        (("ends", "entry"), spec.ends.entry, False),
+        (("ends", "exit"), spec.ends.exit, None),
+        (("outputs", "stream_mean"), spec.outputs.stream_mean, False),
+    )
+    return [
+        Problem(key, "no kernel serves this yet", given=str(given), allowed=str(served))
+        for key, given, served in choices
+        if given != served
+    ]
 
 
 def boundary_registers(plan: Plan) -> int:

@@ -26,7 +26,7 @@ from mhcgen.errors import Problem, dotted
 Arch = Literal["sm_90a", "sm_100a", "sm_103a"]
 ARCHS: tuple[Arch, ...] = get_args(Arch)
 
-TpSize = Literal[2, 4, 8]
+TpSize = Literal[1, 2, 4, 8, 16]
 TP_SIZES: tuple[TpSize, ...] = get_args(TpSize)
 
 Transport = Literal["multicast", "unicast"]
@@ -79,7 +79,7 @@ def _null_as_empty(value: object) -> object:
 
 
 Epsilon = Annotated[float, Field(ge=_FP32_NORMAL, le=1e-2, allow_inf_nan=False)]
-TokenCount = Annotated[int, Field(ge=1, le=256)]
+TokenCount = Annotated[int, Field(ge=1, le=1024)]
 # Tuples, so that a spec is immutable; not strict, so that they are read from lists.
 Choices = Annotated[
     tuple[T, ...],
@@ -136,6 +136,19 @@ class Model(Section):
         int,
         Field(ge=1, le=100, description="Column passes over the residual mix."),
     ] = 20
+    pre_mix: Annotated[
+        Literal["fresh", "delayed"],
+        Field(
+            description="Where the collapse takes its pre-mix from: this boundary's "
+            "mixes, or, carried, those of the boundary before."
+        ),
+    ] = "fresh"
+    norm_weight: Annotated[
+        Literal["plain", "plus_one", "none"],
+        Field(
+            description="The weight of the norm: as given, as given plus one, or none."
+        ),
+    ] = "plain"
 
 
 class Parallel(Section):
@@ -184,13 +197,48 @@ class Precision(Section):
     """The types of the tensors."""
 
     activation: Annotated[
-        Literal["bf16"],
+        Literal["bf16", "fp16"],
         Field(description="Type of the partial outputs, streams and layer input."),
     ] = "bf16"
     fn_weight: Annotated[
         Literal["bf16", "fp32"],
         Field(description="Type of fn, the projection to the mixes."),
     ] = "bf16"
+    projection: Annotated[
+        Literal["auto", "tensor_cores", "fma"],
+        Field(
+            description="How the streams are multiplied with fn; auto takes tensor "
+            "cores where the types fit them."
+        ),
+    ] = "auto"
+
+
+class Ends(Section):
+    """The kernels of the network's ends."""
+
+    entry: Annotated[
+        bool,
+        Field(
+            description="Expand a hidden state to the streams, and take its mixes and "
+            "layer input."
+        ),
+    ] = False
+    exit: Annotated[
+        Literal["mean", "sigmoid", "pre_mix"] | None,
+        Field(
+            description="Close the last boundary: collapse the streams by their mean, "
+            "by a sigmoid head or by the last pre-mix, and normalize."
+        ),
+    ] = None
+
+
+class Outputs(Section):
+    """What a boundary returns beside its four outputs."""
+
+    stream_mean: Annotated[
+        bool,
+        Field(description="The mean of the new streams, which draft models capture."),
+    ] = False
 
 
 class TokenGroup(Section):
@@ -301,6 +349,23 @@ class Spec(Section):
         BeforeValidator(_null_as_empty, json_schema_input_type=Precision | None),
         Field(description="The types of the tensors; BF16 if left out."),
     ] = Precision()
+    batch_invariant: Annotated[
+        bool,
+        Field(
+            description="A token's bits do not depend on M, on its place in the call "
+            "or on its token group."
+        ),
+    ] = False
+    ends: Annotated[
+        Ends,
+        BeforeValidator(_null_as_empty, json_schema_input_type=Ends | None),
+        Field(description="Kernels of the network's ends; none if left out."),
+    ] = Ends()
+    outputs: Annotated[
+        Outputs,
+        BeforeValidator(_null_as_empty, json_schema_input_type=Outputs | None),
+        Field(description="Auxiliary outputs; none if left out."),
+    ] = Outputs()
     targets: Annotated[
         dict[
             Arch,
