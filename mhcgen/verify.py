@@ -427,7 +427,7 @@ class _Call:
             errors.residual += wrong_bits(actual, result.residual)
             layer_input = as_torch(self.output.layer_input.read(rank))
             check = reference.check_layer_input(layer_input, result)
-            distance = reference.bf16_ulp_distance(layer_input, result.layer_input)
+            distance = reference.ulp_distance(layer_input, result.layer_input)
             off = int((distance > 1).sum()) - 1
             errors.layer_input_ulp = max(errors.layer_input_ulp, check.worst_ulp)
             errors.layer_input_share = max(
@@ -620,7 +620,7 @@ class _Calls:
         worst = 0
         for part, arguments in zip(sent, self.routed, strict=True):
             exact, rounded = reference.finalize(*arguments)
-            distance = reference.bf16_ulp_distance(part, rounded)
+            distance = reference.ulp_distance(part, rounded)
             close = (part.double() - exact).abs() <= FINALIZE_TOLERANCE
             worst = max(worst, int(distance.masked_fill(close, 0).max()))
         return worst
