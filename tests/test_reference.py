@@ -1228,7 +1228,7 @@ def test_variants_in_fp16():
         return torch.stack(x.parts).view(torch.int16).int() & 0x7FFF
 
     subnormal = bits("subnormal")[:, -1]
-    assert ((0 < subnormal) & (subnormal < 0x400)).all() and (subnormal > 0x300).any()
+    assert ((subnormal > 0) & (subnormal < 0x400)).all() and (subnormal > 0x300).any()
     assert (bits("nan")[-1, ::2] > 0x7C00).all()
     assert not (bits("nan")[:-1] > 0x7C00).any()
     huge = bits("inf")[:, ::2]
