@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from .arguments import ROUTING_DTYPES, BoundaryInput, BoundaryOutput, RoutedInput
+from .arguments import (
+    BoundaryInput,
+    BoundaryOutput,
+    EntryInput,
+    ExitInput,
+    RoutedInput,
+    output_type,
+)
+from .dtypes import DTYPES
 from .mailbox import Mailbox
 
 
@@ -47,7 +55,7 @@ class Launcher:
         self.mailbox = mailbox
         self._publish = compiled[kernels.publish_name(mailbox.transport)]
         self.finalizes = {
-            (ROUTING_DTYPES[dtype], shared): compiled[
+            (DTYPES[dtype], shared): compiled[
                 kernels.finalize_name(dtype, shared, mailbox.transport)
             ]
             for dtype in getattr(constants, "ROUTING_WEIGHTS", ())
@@ -58,6 +66,25 @@ class Launcher:
             for row in constants.TARGETS[arch].token_groups
         }
         self._mixes = compiled["mixes"]
+        self._entry = compiled.get("entry")
+        self._exit = compiled.get("exit")
+        self._output_type = output_type(constants)
+        weight = ("norm_weight",) * (constants.NORM_WEIGHT != "none")
+        pre = ("pre",) * (constants.PRE_MIX == "delayed")
+        mean = ("stream_mean",) * constants.STREAM_MEAN
+        streams = ("residual", "post", "comb")
+        mix_weights = ("fn", "scale", "base")
+        # A boundary with a delayed pre-mix does not need scale and base.
+        collapse = ("fn", *pre) if pre else mix_weights
+        exits = {
+            "sigmoid": ("head_fn", "head_scale", "head_base"),
+            "pre_mix": ("pre",),
+        }
+        self._boundary_inputs = (*streams, *collapse, *weight)
+        self._entry_inputs = ("hidden", *mix_weights, *weight)
+        self._exit_inputs = (*streams, *exits.get(constants.EXIT, ()), *weight)
+        self._row_outputs = ("layer_input", *mean)
+        self._mix_outputs = ("post", "comb", *pre)
 
     def with_mailbox(self, mailbox: Mailbox) -> Launcher:
         """The same kernels with another mailbox of the same transport."""
@@ -72,13 +99,26 @@ class Launcher:
     def outputs(self, m: int) -> BoundaryOutput:
         """Memory for the outputs of ``m`` tokens."""
         c = self.constants
-        empty = partial(torch.empty, device=self.mailbox.buffer.device)
-        return BoundaryOutput(
-            residual=empty((m, c.HC, c.HIDDEN), dtype=torch.bfloat16),
-            post=empty((m, c.HC, 1), dtype=torch.float32),
-            comb=empty((m, c.HC, c.HC), dtype=torch.float32),
-            layer_input=empty((m, c.HIDDEN), dtype=torch.bfloat16),
+        buffer = self.mailbox.buffer
+        fp32 = partial(torch.empty, device=buffer.device, dtype=torch.float32)
+        activation = partial(torch.empty, device=buffer.device, dtype=buffer.dtype)
+        more = {}
+        if c.PRE_MIX == "delayed":
+            more["pre"] = fp32((m, c.HC))
+        if c.STREAM_MEAN:
+            more["stream_mean"] = activation((m, c.HIDDEN))
+        return self._output_type(
+            residual=activation((m, c.HC, c.HIDDEN)),
+            post=fp32((m, c.HC, 1)),
+            comb=fp32((m, c.HC, c.HC)),
+            layer_input=activation((m, c.HIDDEN)),
+            **more,
         )
+
+    def exit_output(self, m: int) -> torch.Tensor:
+        """Memory for what the exit returns, [M, H] activations."""
+        buffer, hidden = self.mailbox.buffer, self.constants.HIDDEN
+        return torch.empty((m, hidden), dtype=buffer.dtype, device=buffer.device)
 
     def mix(self, m: int) -> torch.Tensor:
         """Memory for the mixes of ``m`` tokens, [M, MIX] FP32.
@@ -109,23 +149,54 @@ class Launcher:
     ) -> None:
         """Consumes what was published."""
         kernel(
-            *inputs,
+            *fields_of(inputs, self._boundary_inputs),
             self.mailbox.buffer,
             self.mailbox.state,
             outputs.residual,
             mix,
-            outputs.layer_input,
+            *fields_of(outputs, self._row_outputs),
+        )
+
+    def entry(
+        self, inputs: EntryInput, outputs: BoundaryOutput, mix: torch.Tensor
+    ) -> None:
+        """Expands a hidden state."""
+        assert self._entry is not None
+        self._entry(
+            *fields_of(inputs, self._entry_inputs),
+            outputs.residual,
+            mix,
+            *fields_of(outputs, self._row_outputs),
+        )
+
+    def exit(self, inputs: ExitInput, output: torch.Tensor) -> None:
+        """Consumes what was published, and collapses the last streams."""
+        assert self._exit is not None
+        self._exit(
+            *fields_of(inputs, self._exit_inputs),
+            self.mailbox.buffer,
+            self.mailbox.state,
+            output,
         )
 
     def mixes(
         self,
         mix: torch.Tensor,
-        inputs: BoundaryInput,
+        inputs: BoundaryInput | EntryInput,
         outputs: BoundaryOutput,
         stream: int,
     ) -> None:
-        """Computes post and comb on a stream, given as a handle.
+        """Computes post, comb and a delayed pre on a stream, given as a handle.
 
         To make the stream current would cost more than the launch.
         """
-        self._mixes(mix, inputs.scale, inputs.base, outputs.post, outputs.comb, stream)
+        self._mixes(mix, inputs.scale, inputs.base, *self.mix_outputs(outputs), stream)
+
+    def mix_outputs(self, outputs: BoundaryOutput) -> list[torch.Tensor]:
+        """Those outputs that the mixes kernel writes."""
+        return fields_of(outputs, self._mix_outputs)
+
+
+def fields_of(values: NamedTuple, names: Sequence[str]) -> list[torch.Tensor]:
+    """Some fields, in the order of their names."""
+    return [getattr(values, name) for name in names]
