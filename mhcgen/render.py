@@ -24,7 +24,7 @@ from jinja2 import TemplateError as JinjaError
 
 from mhcgen import __version__
 from mhcgen.manifest import MANIFEST, KernelRow, Manifest
-from mhcgen.plan import MIXES_THREADS, Plan, TargetPlan, boundary_name, make_plan
+from mhcgen.plan import LOCAL, MIXES_THREADS, Plan, TargetPlan, make_plan
 from mhcgen.resources import RUNTIME, resource
 from mhcgen.spec import Spec
 
@@ -35,7 +35,10 @@ PTX_DOCSTRING = (
 )
 
 EMITTED_IF: dict[PurePosixPath, Callable[[Plan], bool]] = {
+    PurePosixPath("boundary.py"): lambda plan: plan.single,
     PurePosixPath("finalize.py"): lambda plan: plan.spec.moe is not None,
+    PurePosixPath("grouped_boundary.py"): lambda plan: plan.grouped,
+    PurePosixPath("publish.py"): lambda plan: plan.tp > 1,
 }
 """When a template is emitted; those that are not named here always are."""
 
@@ -156,7 +159,7 @@ def kernel_rows(target: TargetPlan) -> tuple[KernelRow, ...]:
     moe = plan.spec.moe
     rows = []
     for transport in plan.transports:
-        names = [f"publish_{transport}"]
+        names = [f"publish_{transport}"] if transport != LOCAL else []
         for dtype in moe.weight_dtypes if moe else ():
             for shared in plan.shared_expert:
                 suffix = "_shared" if shared else ""
@@ -164,7 +167,7 @@ def kernel_rows(target: TargetPlan) -> tuple[KernelRow, ...]:
         rows += [KernelRow(name, 1, plan.publish_threads, 0) for name in names]
     for group in target.groups:
         size, shared_bytes = target.cluster_size, target.shared_bytes(group)
-        name = boundary_name(group)
+        name = plan.boundary_name(group)
         rows.append(KernelRow(name, size, target.threads, shared_bytes, group))
     rows.append(KernelRow("mixes", 1, MIXES_THREADS, 0))
     return tuple(rows)

@@ -19,7 +19,12 @@ from .launcher import Launcher
 from .mailbox import Mailbox, agree, emulated, loopback, rendezvous
 from .warm_up import warm_up_alone, warm_up_together
 
-CAPABILITIES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
+CAPABILITIES = {
+    (9, 0): "sm_90a",
+    (10, 0): "sm_100a",
+    (10, 3): "sm_103a",
+    (12, 0): "sm_120a",
+}
 
 
 def load(

@@ -1,4 +1,8 @@
+#: if plan.tp > 1
 """Boundary: consumes the mailbox, one token a cluster of thread blocks.
+#: else
+"""Boundary: takes the one rank's rows, one token a cluster of thread blocks.
+#: endif
 
 The blocks of a cluster split the row. Each thread holds one fragment of one residual
 stream; the MIX projections and the norm are summed over the cluster through distributed
@@ -6,50 +10,86 @@ shared memory, once each.
 """
 
 import cutlass
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int64, Uint32, cute
 
 from . import ptx
 from .constants import (
-    CAPACITY,
+#: if plan.fn_home == "shared"
+    FN_BYTES,
+#: endif
     FN_ROW_BYTES,
     FRAGMENT_BYTES,
     FRAGMENT_WORDS,
+#: if plan.idle_lanes
+    FRAGMENTS,
+#: endif
     FRAGMENTS_PER_WARP,
+#: if plan.tp > 1
     GENERATION_BYTES,
     GENERATIONS,
+#: endif
     HC,
-    HIDDEN,
     LANE_WORDS,
     MIX,
+#: if plan.tp > 1
     POLLS,
+#: endif
     ROW_BYTES,
+#: if plan.tp > 1
     SLOT_BYTES,
     SOURCES,
+#: endif
     SQUARES,
     STASH_STREAM,
     STASH_TOKEN,
+#: if plan.sum_rows > 32
+    SUM_ROWS,
+#: endif
     SUMS_STRIDE,
     TOKEN_BYTES,
-    TP,
+#: if plan.lane_map.merges
+    WORD_LANES,
+#: endif
 )
-from .signature import SmemAllocator, current_stream, tensor
+from .signature import SmemAllocator, boundary_arguments
 from .steps import (
     collapse,
+#: if plan.fn_home == "shared"
+    copy_projection,
+#: endif
+#: if plan.tp > 1
     load_arrivals,
+#: endif
     load_mix_weights,
     load_old_streams,
+#: if plan.fn_home == "registers"
     load_projection,
+#: endif
+#: if plan.tp == 1
+    load_rank,
+#: endif
     normalize,
     post_mix,
     pre_mix,
     project,
+#: if plan.fn_home == "shared"
+    read_projection,
+#: endif
+#: if plan.tp > 1
     receive,
+#: endif
     row_major,
     row_rstd,
     square_sum,
     store_sums,
+#: if plan.fn_home == "global"
+    stream_projection,
+#: endif
     sum_row,
     sum_warp,
+#: if plan.idle_lanes
+    zero_unless,
+#: endif
 )
 
 
@@ -65,22 +105,7 @@ class Boundary:
 
     def arguments(self):
         """Stand-ins for the arguments of a launch, in order."""
-        tokens = cute.sym_int32()
-        return (
-            tensor(BFloat16, tokens, HC, HIDDEN),
-            tensor(Float32, tokens, HC, 1),
-            tensor(Float32, tokens, HC, HC),
-            tensor(BFloat16, MIX, HC * HIDDEN),
-            tensor(Float32, 3),
-            tensor(Float32, MIX),
-            tensor(BFloat16, HIDDEN),
-            tensor(BFloat16, GENERATIONS, TP, CAPACITY, HIDDEN),
-            tensor(Int32, 2),
-            tensor(BFloat16, tokens, HC, HIDDEN),
-            tensor(Float32, tokens, MIX),
-            tensor(BFloat16, tokens, HIDDEN),
-            current_stream(),
-        )
+        return boundary_arguments()
 
     @cute.jit
     def __call__(
@@ -92,8 +117,12 @@ class Boundary:
         scale: cute.Tensor,  # [3] FP32
         base: cute.Tensor,  # [MIX] FP32
         norm_weight: cute.Tensor,  # [HIDDEN] BF16
+#: if plan.tp > 1
         mailbox: cute.Tensor,  # [GENERATIONS, TP, CAPACITY, HIDDEN] BF16
         state: cute.Tensor,  # [2] generation, arrivals
+#: else
+        x: cute.Tensor,  # [M, HIDDEN] BF16
+#: endif
         new_residual: cute.Tensor,  # [M, HC, HIDDEN] BF16, out
         mix: cute.Tensor,  # [M, MIX] FP32, out
         layer_input: cute.Tensor,  # [M, HIDDEN] BF16, out
@@ -108,8 +137,12 @@ class Boundary:
             scale,
             base,
             norm_weight,
+#: if plan.tp > 1
             mailbox,
             state,
+#: else
+            x,
+#: endif
             new_residual,
             mix,
             layer_input,
@@ -132,8 +165,12 @@ class Boundary:
         scale: cute.Tensor,
         base: cute.Tensor,
         norm_weight: cute.Tensor,
+#: if plan.tp > 1
         mailbox: cute.Tensor,
         state: cute.Tensor,
+#: else
+        x: cute.Tensor,
+#: endif
         new_residual: cute.Tensor,
         mix: cute.Tensor,
         layer_input: cute.Tensor,
@@ -149,36 +186,87 @@ class Boundary:
         warp = cute.arch.warp_idx()
         stream = thread % HC
         fragment = block * self.fragments + thread // HC
+#: if plan.idle_lanes
+        # Idle lanes stay beside the last fragment: they may load it.
+        own = fragment < FRAGMENTS
+        fragment = cutlass.min(fragment, FRAGMENTS - 1)
+#: endif
         column = fragment * FRAGMENT_BYTES
 
         memory = SmemAllocator()
+#: if plan.fn_home == "shared"
+        fn_stash = memory.allocate(self.threads * FN_BYTES, 16)
+#: endif
         stash = memory.allocate(self.warps * STASH_TOKEN, 16)
         partials = memory.allocate_tensor(
             Float32, row_major(self.warps, 1, SUMS_STRIDE), 16
         )
+#: if plan.sum_rows > 32
+        sums = memory.allocate_tensor(
+            Float32, row_major(SUM_ROWS, self.cluster_size), 16
+        )
+#: else
         sums = memory.allocate_tensor(Float32, row_major(32, self.cluster_size), 16)
+#: endif
         squares = memory.allocate_tensor(Float32, row_major(self.warps), 16)
         norms = memory.allocate_tensor(Float32, row_major(self.cluster_size), 16)
 
         # Weights: no kernel writes them.
         warp_column = block * self.fragments + warp * FRAGMENTS_PER_WARP
+#: if plan.fn_home == "shared"
+        fn_place = fn_stash.toint() + thread * FRAGMENT_BYTES
+        copy_projection(
+            fn_place,
+#: elif plan.fn_home == "registers"
         rows = load_projection(
+#: endif
+#: if plan.fn_home == "global"
+        fn_address = (
+#: endif
             fn.iterator.toint()
+#: if plan.mix % 8
+            + cutlass.min(lane // 4, MIX - 1) * FN_ROW_BYTES
+#: else
             + lane // 4 * FN_ROW_BYTES
+#: endif
+#: if plan.fn_home == "global"
             + (warp_column + lane % 4) * FRAGMENT_BYTES
+#: else
+            + (warp_column + lane % 4) * FRAGMENT_BYTES,
+#: if plan.idle_lanes
+            warp_column + lane % 4,
+#: endif
+#: if plan.fn_home == "shared"
+            self.threads,
+#: endif
+#: endif
         )
         pre_scale = scale[0]
         pre_base = base[stream]
+#: if plan.lane_map.merges
+        first_word = fragment * FRAGMENT_WORDS + stream // WORD_LANES
+#: else
         first_word = fragment * FRAGMENT_WORDS + stream * LANE_WORDS
+#: endif
         norm_words = cute.recast_tensor(norm_weight, Uint32)
         norm_share = [norm_words[first_word + index] for index in range(LANE_WORDS)]
+#: if plan.lane_map.merges
+        # Of the lanes that share a word, one stores it and counts its squares.
+        counts = stream % WORD_LANES == 0
+#: endif
 
+#: if plan.tp > 1
         # The publish before this kernel triggers after its own wait, so what earlier
         # kernels wrote is complete; the rows that publish sends announce themselves.
         generation = ptx.load_int_relaxed(state.iterator.toint())
+#: else
+        # From here on it loads what other kernels wrote, the last of them just now.
+        cute.arch.griddepcontrol_wait()
+#: endif
         token_bytes = Int64(token * TOKEN_BYTES + column)
         old = load_old_streams(residual.iterator.toint() + token_bytes)
         post_weight, comb_weights = load_mix_weights(post, comb, token, stream)
+#: if plan.tp > 1
         first_rank = stream % SOURCES * POLLS
         slot = mailbox.iterator.toint() + Int64(
             generation * GENERATION_BYTES
@@ -186,11 +274,25 @@ class Boundary:
             + token * ROW_BYTES
             + column
         )
+#: if plan.idle_lanes
+        y = receive(slot, load_arrivals(slot, own), own)
+#: else
         y = receive(slot, load_arrivals(slot))
+#: endif
+#: else
+        y = load_rank(x.iterator.toint() + Int64(token * ROW_BYTES + column))
+#: endif
         new = post_mix(y, post_weight, comb_weights, old)
+#: if plan.idle_lanes
+        new = zero_unless(own, new)
+        ptx.store_fragment_if(
+            own, new_residual.iterator.toint() + token_bytes + stream * ROW_BYTES, new
+        )
+#: else
         ptx.store_fragment(
             new_residual.iterator.toint() + token_bytes + stream * ROW_BYTES, new
         )
+#: endif
 
         # First reduction: over the warp on tensor cores, over the block by lane k for
         # sum k, over the cluster by all its blocks alike.
@@ -199,32 +301,69 @@ class Boundary:
             warp_stash + stream * STASH_STREAM + lane // HC * FRAGMENT_BYTES, new
         )
         cute.arch.sync_warp()
+#: if plan.fn_home == "shared"
+        rows = read_projection(fn_place, self.threads)
+#: elif plan.fn_home == "global"
+#: if plan.idle_lanes
+        rows = stream_projection(fn_address, warp_column + lane % 4, self.threads)
+#: else
+        rows = stream_projection(fn_address, self.threads)
+#: endif
+#: endif
         token_sums = project(rows, [warp_stash + lane % 4 * FRAGMENT_BYTES])
         store_sums(partials[warp, None, None], token_sums, lane, 1)
         cute.arch.sync_threads()
         cute.arch.cluster_wait()
+#: if plan.sum_rows > 32
+        for first_peer in cutlass.range_constexpr(0, self.cluster_size, self.warps):
+            for first_sum in cutlass.range_constexpr(0, SUM_ROWS, 32):
+                number = first_sum + lane
+                if first_peer + warp < self.cluster_size and number <= SQUARES:
+                    block_total = sum_row(partials[None, 0, number], self.warps)
+                    place = sums[number, None].iterator.toint() + block * 4
+                    ptx.store_peer(place, first_peer + warp, block_total)
+#: else
         place = sums[lane, None].iterator.toint() + block * 4
         for first_peer in cutlass.range_constexpr(0, self.cluster_size, self.warps):
             if first_peer + warp < self.cluster_size and lane <= SQUARES:
                 block_total = sum_row(partials[None, 0, lane], self.warps)
                 ptx.store_peer(place, first_peer + warp, block_total)
+#: endif
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
+#: if plan.tp > 1
         # Every block of this cluster has read the generation.
         arrival = Uint32(0)
         last = cute.arch.grid_dim()[1] - 1
         if block == 0 and thread == 0:
             arrival = ptx.count_arrival(state.iterator.toint() + 4, last)
 
+#: endif
         rstd = row_rstd(sum_row(sums[SQUARES, None], self.cluster_size))
+#: if plan.sum_rows > 32
+        for first_mix in cutlass.range_constexpr(0, MIX, self.threads):
+            number = first_mix + thread
+            if block == 0 and number < MIX:
+                total = sum_row(sums[number, None], self.cluster_size)
+                mix[token, number] = total * rstd
+#: else
         if block == 0 and thread < MIX:
             mix[token, thread] = sum_row(sums[thread, None], self.cluster_size) * rstd
+#: endif
         mix_pre = sum_row(sums[stream, None], self.cluster_size) * rstd
+#: if plan.lane_map.splits
         c = collapse(pre_mix(mix_pre, pre_scale, pre_base), new, stream)
+#: else
+        c = collapse(pre_mix(mix_pre, pre_scale, pre_base), new)
+#: endif
 
         # Second reduction: the norm of the collapsed row.
+#: if plan.lane_map.merges
+        square = sum_warp(cutlass.select_(counts, square_sum(c), Float32(0.0)))
+#: else
         square = sum_warp(square_sum(c))
+#: endif
         if lane == 0:
             squares[warp] = square
         cute.arch.sync_threads()
@@ -238,10 +377,18 @@ class Boundary:
 
         output = cute.recast_tensor(layer_input, Uint32)
         normalized = normalize(c, sum_row(norms, self.cluster_size), norm_share)
+#: if plan.stores_if
+        if «plan.stores_if»:
+            for index in cutlass.range_constexpr(LANE_WORDS):
+                output[token, first_word + index] = normalized[index]
+#: else
         for index, word in enumerate(normalized):
             output[token, first_word + index] = word
+#: endif
+#: if plan.tp > 1
 
         # A later kernel that waits for this one may rely on all before it.
         cute.arch.griddepcontrol_wait()
         if block == 0 and thread == 0 and arrival == last:
             state[0] = (generation + 1) % GENERATIONS
+#: endif

@@ -1,10 +1,16 @@
 """Publish: writes this rank's partial rows into every rank's mailbox."""
 
+#: if plan.publish_idle_lanes
+import cutlass
+#: endif
 from cutlass import BFloat16, Int32, Int64, cute
 
 from . import ptx
 from .constants import (
     FRAGMENT_BYTES,
+#: if plan.publish_idle_lanes
+    FRAGMENTS,
+#: endif
     GENERATION_BYTES,
     HIDDEN,
     PUBLISH_BLOCKS,
@@ -14,7 +20,11 @@ from .constants import (
     TP,
 )
 from .signature import current_stream, tensor
+#: if plan.publish_idle_lanes
+from .steps import publish_own
+#: else
 from .steps import publish_fragment
+#: endif
 
 
 class Publish:
@@ -65,6 +75,10 @@ class Publish:
         """Loads, sanitizes and sends one fragment."""
         block, token, _ = cute.arch.block_idx()
         fragment = block * PUBLISH_THREADS + cute.arch.thread_idx()[0]
+#: if plan.publish_idle_lanes
+        own = fragment < FRAGMENTS
+        fragment = cutlass.min(fragment, FRAGMENTS - 1)
+#: endif
         column = fragment * FRAGMENT_BYTES
         addresses = [mailboxes[index] for index in range(self.destinations)]
 
@@ -78,4 +92,8 @@ class Publish:
             x.iterator.toint() + Int64(token * ROW_BYTES + column)
         )
         slot = generation * GENERATION_BYTES + rank * SLOT_BYTES + token * ROW_BYTES
+#: if plan.publish_idle_lanes
+        publish_own(own, words, addresses, Int64(slot + column), self.multicast)
+#: else
         publish_fragment(words, addresses, Int64(slot + column), self.multicast)
+#: endif

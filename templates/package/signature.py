@@ -1,13 +1,30 @@
 """Compile-time stand-ins for kernel arguments, and what moved between DSL releases."""
 
+#: if plan.tp > 1
+from cutlass import BFloat16, Float32, Int32, cute
+#: else
+from cutlass import BFloat16, Float32, cute
+#: endif
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+#: if plan.tp > 1
+from .constants import CAPACITY, GENERATIONS, HC, HIDDEN, MIX, TP
+#: else
+from .constants import HC, HIDDEN, MIX
+#: endif
 
 try:
     from cutlass.memory import SmemAllocator
 except ModuleNotFoundError:  # before 4.8
     from cutlass.utils import SmemAllocator
 
-__all__ = ["SmemAllocator", "current_stream", "given_stream", "tensor"]
+__all__ = [
+    "SmemAllocator",
+    "boundary_arguments",
+    "current_stream",
+    "given_stream",
+    "tensor",
+]
 
 
 def tensor(dtype, *shape):
@@ -24,3 +41,27 @@ def given_stream():
 def current_stream():
     """The stream that is current in the calling framework at each launch."""
     return make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
+def boundary_arguments():
+    """Stand-ins for the arguments of a boundary, in order."""
+    tokens = cute.sym_int32()
+    return (
+        tensor(BFloat16, tokens, HC, HIDDEN),
+        tensor(Float32, tokens, HC, 1),
+        tensor(Float32, tokens, HC, HC),
+        tensor(BFloat16, MIX, HC * HIDDEN),
+        tensor(Float32, 3),
+        tensor(Float32, MIX),
+        tensor(BFloat16, HIDDEN),
+#: if plan.tp > 1
+        tensor(BFloat16, GENERATIONS, TP, CAPACITY, HIDDEN),
+        tensor(Int32, 2),
+#: else
+        tensor(BFloat16, tokens, HIDDEN),
+#: endif
+        tensor(BFloat16, tokens, HC, HIDDEN),
+        tensor(Float32, tokens, MIX),
+        tensor(BFloat16, tokens, HIDDEN),
+        current_stream(),
+    )

@@ -17,25 +17,50 @@ from cutlass import Float32, Uint32, cute
 
 from . import ptx
 from .constants import (
+#: if plan.lane_map.butterflies
     BUTTERFLIES,
+#: endif
     CHUNK_BYTES,
     CHUNKS,
+#: if plan.fn_home == "global"
+    FN_AHEAD,
+#: endif
     FN_OCTETS,
     FN_ROW_BYTES,
+#: if plan.fn_home == "shared" or plan.trips > 1
+    FRAGMENT_BYTES,
+#: endif
+#: if plan.tp > 1
     FRAGMENT_WORDS,
+#: endif
+#: if plan.idle_lanes
+    FRAGMENTS,
+#: endif
     HC,
     HC_EPS,
     INVERSE_HIDDEN,
     INVERSE_ROW,
+#: if plan.lane_map.merges
+    MERGES,
+#: endif
     NORM_EPS,
+#: if plan.tp > 1
     POLLS,
+#: endif
     RMS_EPS,
     ROW_BYTES,
+#: if plan.tp > 1
     SLOT_BYTES,
+#: endif
+#: if plan.lane_map.splits
     SPLITS,
+#: endif
     SQUARES,
     STASH_STREAM,
     TILES,
+#: if plan.trips > 1
+    TRIPS,
+#: endif
 )
 
 SENTINEL_PAIR = 0x80008000  # two BF16 of -0.0
@@ -85,6 +110,7 @@ def sanitize(words):
     return [word ^ negative_zeros(word) for word in words]
 
 
+#: if plan.tp > 1
 def holds_sentinel(words):
     """Whether any element of a fragment is the sentinel."""
     found = Uint32(0)
@@ -103,9 +129,26 @@ def publish_fragment(words, mailboxes, offset, multicast):
             ptx.store_fragment(mailbox + offset, payload)
 
 
+#: if plan.publish_idle_lanes
+@cute.jit
+def publish_own(own, words, mailboxes, offset, multicast: cutlass.Constexpr):
+    """Publishes a fragment, unless the thread is idle."""
+    if own:
+        publish_fragment(words, mailboxes, offset, multicast)
+
+
+#: endif
+#: if plan.idle_lanes
+def load_arrivals(slot, own):
+    """Loads the fragments of this lane's ranks, arrived or not; zeros where idle."""
+    return [
+        ptx.load_volatile_if(own, slot + rank * SLOT_BYTES) for rank in range(POLLS)
+    ]
+#: else
 def load_arrivals(slot):
     """Loads the fragments of this lane's ranks, arrived or not."""
     return [ptx.load_volatile(slot + rank * SLOT_BYTES) for rank in range(POLLS)]
+#: endif
 
 
 @cute.jit
@@ -134,16 +177,26 @@ def sum_ranks(arrived):
     The pairwise order over all ranks continues over the lanes.
     """
     partial = add_pairs([unpack(words) for words in arrived])
+#: if plan.lane_map.butterflies
     for distance in BUTTERFLIES:
         partial = [
             ptx.add(value, cute.arch.shuffle_sync_bfly(value, distance))
             for value in partial
         ]
+#: endif
     return unpack(pack(partial))
 
 
+#: if plan.idle_lanes
+def receive(slot, arrivals, own):
+    """Waits for this lane's ranks, sums over all ranks and re-arms the slots.
+
+    The zeros of an idle lane are no sentinel: it neither waits nor re-arms.
+    """
+#: else
 def receive(slot, arrivals):
     """Waits for this lane's ranks, sums over all ranks and re-arms the slots."""
+#: endif
     arrived = [
         poll(slot + rank * SLOT_BYTES, words) for rank, words in enumerate(arrivals)
     ]
@@ -151,8 +204,19 @@ def receive(slot, arrivals):
     # Lanes of a warp may poll the same slot: none re-arms it before all have read it.
     cute.arch.sync_warp()
     for rank in range(POLLS):
+#: if plan.idle_lanes
+        ptx.store_fragment_if(
+            own, slot + rank * SLOT_BYTES, [SENTINEL_PAIR] * FRAGMENT_WORDS
+        )
+#: else
         ptx.store_fragment(slot + rank * SLOT_BYTES, [SENTINEL_PAIR] * FRAGMENT_WORDS)
+#: endif
     return y
+#: else
+def load_rank(address):
+    """Step 1 of one rank: y = x, with -0.0 as +0.0, as a mailbox would give it."""
+    return unpack(sanitize(ptx.load_l2(address)))
+#: endif
 
 
 def post_mix(y, post, comb, old):
@@ -168,6 +232,13 @@ def post_mix(y, post, comb, old):
             for value, total in zip(unpack(words), new, strict=True)
         ]
     return pack(new)
+#: if plan.idle_lanes
+
+
+def zero_unless(own, words):
+    """The words, or zeros where the lane is idle."""
+    return [cutlass.select_(own, word, Uint32(0)) for word in words]
+#: endif
 
 
 def load_old_streams(address):
@@ -188,6 +259,27 @@ def load_mix_weights(post, comb, token, stream):
     )
 
 
+#: if plan.fn_home == "registers"
+#: if plan.idle_lanes
+def load_projection(address, fragment):
+    """Loads a lane's part of fn: for each octet of rows, a fragment of each chunk.
+
+    Lane 4g+q serves row g of each octet, and fragment q of the four of a chunk.
+    ``fragment`` is the first of them.
+    """
+    return [
+        [
+            ptx.load_constant_if(
+                fragment + part * 4 < FRAGMENTS,
+                address
+                + (octet * 8 * FN_ROW_BYTES)
+                + (stream * ROW_BYTES + part * CHUNK_BYTES),
+            )
+            for part, stream in CHUNKS
+        ]
+        for octet in range(FN_OCTETS)
+    ]
+#: else
 def load_projection(address):
     """Loads a lane's part of fn: for each octet of rows, a fragment of each chunk.
 
@@ -204,6 +296,88 @@ def load_projection(address):
         ]
         for octet in range(FN_OCTETS)
     ]
+#: endif
+#: else
+def projection_steps(threads):
+    """Where a lane's fragments of fn are, in the order of the projection.
+
+    Lane 4g+q serves row g of each octet, and fragment q of the four of a chunk.
+
+    Returns:
+        For each, how far it is from the lane's first fragment in fragments of a stream,
+        and in bytes.
+    """
+    return [
+#: if plan.trips > 1
+        (
+            trip * (threads // HC) + part * 4,
+            trip * (threads // HC) * FRAGMENT_BYTES
+            + octet * 8 * FN_ROW_BYTES
+            + (stream * ROW_BYTES + part * CHUNK_BYTES),
+        )
+        for trip in range(TRIPS)
+#: else
+        (
+            part * 4,
+            octet * 8 * FN_ROW_BYTES + (stream * ROW_BYTES + part * CHUNK_BYTES),
+        )
+#: endif
+        for part, stream in CHUNKS
+        for octet in range(FN_OCTETS)
+    ]
+#: if plan.fn_home == "shared"
+
+
+#: if plan.idle_lanes
+def copy_projection(place, address, fragment, threads):
+    """Starts to copy a lane's part of fn to shared memory; zeros beyond the row.
+
+    Each thread reads only what it has copied: [step][thread], 16 bytes each.
+    """
+    for index, (further, offset) in enumerate(projection_steps(threads)):
+        ptx.copy_async_if(
+            fragment + further < FRAGMENTS,
+            place + index * (threads * FRAGMENT_BYTES),
+            address + offset,
+        )
+#: else
+def copy_projection(place, address, threads):
+    """Starts to copy a lane's part of fn to shared memory.
+
+    Each thread reads only what it has copied: [step][thread], 16 bytes each.
+    """
+    for index, (_, offset) in enumerate(projection_steps(threads)):
+        ptx.copy_async(place + index * (threads * FRAGMENT_BYTES), address + offset)
+#: endif
+
+
+def read_projection(place, threads):
+    """Gives what ``copy_projection`` copied, in the order of the projection."""
+    ptx.wait_copies()
+    for index in range(len(projection_steps(threads))):
+        yield ptx.load_shared(place + index * (threads * FRAGMENT_BYTES))
+#: else
+
+
+#: if plan.idle_lanes
+def stream_projection(address, fragment, threads):
+    """Gives a lane's part of fn from L2, some octets ahead; zeros beyond the row."""
+    ahead = []
+    for further, offset in projection_steps(threads):
+        own = fragment + further < FRAGMENTS
+        ahead.append(ptx.load_constant_if(own, address + offset))
+#: else
+def stream_projection(address, threads):
+    """Gives a lane's part of fn from L2, some octets ahead of their turn."""
+    ahead = []
+    for _, offset in projection_steps(threads):
+        ahead.append(ptx.load_constant(address + offset))
+#: endif
+        if len(ahead) > FN_AHEAD:
+            yield ahead.pop(0)
+    yield from ahead
+#: endif
+#: endif
 
 
 def load_chunk(address, part, stream):
@@ -211,16 +385,30 @@ def load_chunk(address, part, stream):
     return ptx.load_shared(address + (stream * STASH_STREAM + part * CHUNK_BYTES))
 
 
+#: if plan.trips > 1
+def project(rows, tokens, trip_bytes):
+    """Step 3 on a warp's columns: MIX dot products with fn, and the square sums.
+#: else
 def project(rows, tokens):
     """Step 3 on a warp's 256 columns: MIX dot products with fn, and the square sums.
+#: endif
 
     The rows of fn, and below them the tokens themselves, are the rows of ``a``; the
     tokens are the columns of ``b``. The products of the tokens hold the square sums on
     their diagonal.
 
     Args:
+#: if plan.fn_home == "registers"
         rows: What ``load_projection`` gave.
+#: elif plan.fn_home == "shared"
+        rows: What ``read_projection`` gives.
+#: else
+        rows: What ``stream_projection`` gives.
+#: endif
         tokens: For each octet of tokens, the address of the lane's token in the stash.
+#: if plan.trips > 1
+        trip_bytes: From the tokens of one trip to those of the next in the stash.
+#: endif
 
     Returns:
         For each octet of tokens, and for each octet of rows, the sums of row g with the
@@ -228,10 +416,33 @@ def project(rows, tokens):
     """
     zero = Float32(0.0)
     totals = [[(zero,) * 4 for _ in range(TILES)] for _ in tokens]
+#: if plan.trips > 1
+    chunks = [(trip, *chunk) for trip in range(TRIPS) for chunk in CHUNKS]
+    for trip, part, stream in chunks:
+        octets = [next(rows) for _ in range(FN_OCTETS)]
+        for octet, address in enumerate(tokens):
+            token = load_chunk(address + trip * trip_bytes, part, stream)
+#: elif plan.fn_home == "registers"
     for index, (part, stream) in enumerate(CHUNKS):
         for octet, address in enumerate(tokens):
             token = load_chunk(address, part, stream)
+#: else
+    for part, stream in CHUNKS:
+        octets = [next(rows) for _ in range(FN_OCTETS)]
+        for octet, address in enumerate(tokens):
+            token = load_chunk(address, part, stream)
+#: endif
+#: if plan.fn_home == "registers"
+#: if plan.fn_octets % 2
             row_octets = [row[index] for row in rows] + [token]
+#: else
+            row_octets = [row[index] for row in rows] + [token, token]
+#: endif
+#: elif plan.fn_octets % 2
+            row_octets = [*octets, token]
+#: else
+            row_octets = [*octets, token, token]
+#: endif
             for first in (0, 2):
                 b = (token[first], token[first + 1])
                 for tile in range(TILES):
@@ -259,6 +470,7 @@ def store_sums(partials: cute.Tensor, sums, lane, count):
                     partials[octet * 8 + token, SQUARES] = value
 
 
+#: if plan.lane_map.splits
 def exchange_halves(values, distance, upper):
     """Sums over lanes ``distance`` apart, each of which keeps half of the values."""
     half = len(values) // 2
@@ -270,6 +482,7 @@ def exchange_halves(values, distance, upper):
     return kept
 
 
+#: endif
 def sum_warp(value):
     """Sums one value over a warp, for every lane."""
     for distance in (16, 8, 4, 2, 1):
@@ -308,14 +521,33 @@ def pre_mix(mix, scale, base):
     return sigmoid(ptx.fma(mix, scale, base)) + Float32(HC_EPS)
 
 
+#: if plan.lane_map.splits
 def collapse(pre, new, stream):
+#: else
+def collapse(pre, new):
+#: endif
     """Step 5, first half: c = bf16(sum_j pre[j]*new[j]), as words.
 
+#: if plan.lane_map.merges
+    Each lane brings its stream and ends with its share of the eight columns, the same
+    in WORD_LANES neighbours.
+#: elif plan.lane_map.splits
     Each lane brings its stream and ends with its share of the eight columns.
+#: else
+    Each lane has the one stream, and all eight columns.
+#: endif
     """
     columns = [pre * value for value in unpack(new)]
+#: if plan.lane_map.splits
     for distance in SPLITS:
         columns = exchange_halves(columns, distance, (stream & distance) != 0)
+#: endif
+#: if plan.lane_map.merges
+    for distance in MERGES:
+        columns = [
+            value + cute.arch.shuffle_sync_bfly(value, distance) for value in columns
+        ]
+#: endif
     return pack(columns)
 
 
