@@ -21,7 +21,7 @@ from mhcgen.architecture import (
     Architecture,
 )
 from mhcgen.errors import PlanError, Problem
-from mhcgen.spec import Spec, Target
+from mhcgen.spec import NormWeight, Spec, Target
 
 FRAGMENT_BYTES = 16
 FRAGMENT_ELEMENTS = 8  # 16 bytes of a two-byte activation
@@ -44,8 +44,13 @@ SHARED_EXPERT = {"optional": (False, True), "always": (True,), "never": (False,)
 WORKING_REGISTERS = 58
 # The same for the projection, beyond fn, the tokens and the totals.
 PROJECTION_REGISTERS = 40
+# Those of a projection by FMA beyond fn: 32 sums, a fragment and what is in work.
+FMA_REGISTERS = 80
 
 FnHome = Literal["registers", "shared", "global"]
+Projection = Literal["tensor_cores", "fma"]
+DSL_TYPES = {"bf16": "BFloat16", "fp16": "Float16", "fp32": "Float32"}
+ENDS_THREADS = 128  # of a block of the entry or the exit
 
 
 @dataclass(frozen=True)
@@ -327,6 +332,88 @@ class Plan:
         return self.mix + 1
 
     @property
+    def projection(self) -> Projection:
+        """What multiplies the streams with fn.
+
+        Tensor cores take BF16 alone.
+        """
+        chosen = self.spec.precision.projection
+        if chosen == "auto":
+            return "fma" if self.wide_types else "tensor_cores"
+        return chosen
+
+    @property
+    def wide_types(self) -> tuple[tuple[str, str], ...]:
+        """The keys of precision, and their values, that BF16 tensor cores do not fit."""
+        precision = self.spec.precision
+        types = (
+            ("activation", precision.activation),
+            ("fn_weight", precision.fn_weight),
+        )
+        return tuple((key, value) for key, value in types if value != "bf16")
+
+    @property
+    def activation(self) -> str:
+        """The name of the activations' type, in comments."""
+        return self.spec.precision.activation.upper()
+
+    @property
+    def activation_type(self) -> str:
+        """The DSL's name of the activations' type."""
+        return DSL_TYPES[self.spec.precision.activation]
+
+    @property
+    def fn_weight(self) -> str:
+        """The name of fn's type, in comments."""
+        return self.spec.precision.fn_weight.upper()
+
+    @property
+    def fn_type(self) -> str:
+        """The DSL's name of fn's type."""
+        return DSL_TYPES[self.spec.precision.fn_weight]
+
+    @property
+    def fn_halves(self) -> int:
+        """Loads of 16 bytes that take eight elements of fn."""
+        return 2 if self.spec.precision.fn_weight == "fp32" else 1
+
+    @property
+    def delayed(self) -> bool:
+        """Whether the collapse uses the pre-mix of the boundary before."""
+        return self.spec.model.pre_mix == "delayed"
+
+    @property
+    def norm_weight(self) -> NormWeight:
+        """The weight of the norm."""
+        return self.spec.model.norm_weight
+
+    @property
+    def stream_mean(self) -> bool:
+        """Whether a boundary returns the mean of the new streams."""
+        return self.spec.outputs.stream_mean
+
+    @property
+    def exit_by(self) -> str | None:
+        """What the exit collapses the streams by; None without an exit."""
+        return self.spec.ends.exit
+
+    @property
+    def ends(self) -> bool:
+        """Whether there is an entry or an exit."""
+        return self.spec.ends.entry or self.exit_by is not None
+
+    @property
+    def ends_cluster(self) -> int:
+        """Blocks of a cluster of the entry and of the exit."""
+        whole = self.fragments // ENDS_THREADS
+        return min(PORTABLE_CLUSTER, 1 << max(0, whole.bit_length() - 1))
+
+    @property
+    def ends_fragments(self) -> int:
+        """Fragments of a row that one thread of the entry or the exit takes at most."""
+        return -(-self.fragments // (self.ends_cluster * ENDS_THREADS))
+
+    @property
     def tp(self) -> int:
         """Tensor-parallel ranks."""
         return self.spec.parallel.tp
@@ -387,7 +474,9 @@ class Plan:
             for threads in range(WARP, PUBLISH_THREADS + 1)
             if self.fragments % threads == 0
         ]
-        return max(divisors, default=min(PUBLISH_THREADS, aligned(self.fragments, WARP)))
+        return max(
+            divisors, default=min(PUBLISH_THREADS, aligned(self.fragments, WARP))
+        )
 
     @property
     def publish_blocks(self) -> int:
@@ -429,7 +518,17 @@ class Plan:
     @property
     def fn_row_bytes(self) -> int:
         """Bytes of one row of fn."""
-        return self.hc * self.mailbox.row_bytes
+        return self.hc * self.fn_stream_bytes
+
+    @property
+    def fn_stream_bytes(self) -> int:
+        """Bytes of one stream's part of a row of fn."""
+        return self.hidden * 2 * self.fn_halves
+
+    @property
+    def fn_rows(self) -> int:
+        """Rows of fn that a thread multiplies with: its octets', or all of them."""
+        return self.fn_octets if self.projection == "tensor_cores" else self.mix
 
     @property
     def fragments_per_warp(self) -> int:
@@ -463,12 +562,14 @@ class Plan:
     @property
     def fn_fragments(self) -> int:
         """Fragments of fn that one thread multiplies."""
+        if self.projection == "fma":
+            return self.trips * self.mix * self.fn_halves
         return self.trips * len(self.chunks) * self.fn_octets
 
     @property
     def fn_ahead(self) -> int:
         """Octets of fn in flight while the projection reads it from L2."""
-        return min(2 * self.fn_octets, MAX_FN_AHEAD)
+        return min(2 * self.fn_rows, MAX_FN_AHEAD)
 
     @property
     def tiles(self) -> int:
@@ -477,13 +578,30 @@ class Plan:
 
     @property
     def squares(self) -> int:
-        """Place of the square sum behind the octets of mixes."""
+        """Place of the square sum behind the mixes, or behind their octets."""
+        if self.projection == "fma":
+            return self.mix
         return self.fn_octets * OCTET
+
+    @property
+    def last_sum(self) -> int:
+        """Place of the last sum: with a delayed pre-mix, of the norm's squares."""
+        return self.squares + self.delayed
+
+    @property
+    def last_sum_name(self) -> str:
+        """The constant of that place."""
+        return "NORM_SQUARES" if self.delayed else "SQUARES"
+
+    @property
+    def sum_tiles(self) -> int:
+        """Warps' worth of sums that the projection reduces one after another."""
+        return -(-(self.squares + 1) // WARP)
 
     @property
     def sum_rows(self) -> int:
         """Places of a token's sums in the exchange of a cluster, whole warps."""
-        return aligned(self.squares + 1, WARP)
+        return aligned(self.last_sum + 1, WARP)
 
     @property
     def sums_stride(self) -> int:
@@ -492,7 +610,7 @@ class Plan:
         Lanes store octets of two neighbouring tokens at once: a stride of 4 modulo 16
         keeps the four pairs of a warp in different banks.
         """
-        return (self.squares + 1 + 11) // 16 * 16 + 4
+        return (self.last_sum + 1 + 11) // 16 * 16 + 4
 
     @property
     def stash_stream_bytes(self) -> int:
@@ -604,15 +722,26 @@ def plan_problems(plan: Plan) -> list[Problem]:
 
 def model_problems(plan: Plan) -> list[Problem]:
     """Faults of the spec that no choice of target can mend."""
-    problems = unserved_problems(plan.spec)
-    if plan.spec.precision.fn_weight == "fp32":
+    problems = []
+    if plan.projection == "tensor_cores":
+        problems += [
+            Problem(
+                ("precision", "projection"),
+                f"tensor cores multiply BF16 with BF16, and {key} is {value}",
+                given="tensor_cores",
+                allowed="auto, fma",
+            )
+            for key, value in plan.wide_types
+        ]
+    if plan.exit_by == "pre_mix" and not plan.delayed:
         problems.append(
             Problem(
-                ("precision", "fn_weight"),
-                "the projection multiplies on BF16 tensor cores, which FP32 rows of fn "
-                "do not fit",
-                given="fp32",
-                allowed="bf16",
+                ("ends", "exit"),
+                "an exit by pre-mix takes the one that the last boundary returned, and "
+                "none does where model.pre_mix is fresh",
+                given="pre_mix",
+                allowed="mean, sigmoid",
+                hint="or set model.pre_mix to delayed",
             )
         )
     if plan.mailbox.total_bytes > INT32_MAX:
@@ -627,24 +756,6 @@ def model_problems(plan: Plan) -> list[Problem]:
             )
         )
     return problems
-
-
-def unserved_problems(spec: Spec) -> list[Problem]:
-    """Choices that no kernel serves yet."""
-    choices: tuple[tuple[tuple[str, ...], object, object], ...] = (
-        (("model", "pre_mix"), spec.model.pre_mix, "fresh"),
-        (("model", "norm_weight"), spec.model.norm_weight, "plain"),
-        (("precision", "activation"), spec.precision.activation, "bf16"),
-        (("precision", "projection"), spec.precision.projection, "auto"),
-        (("ends", "entry"), spec.ends.entry, False),
-        (("ends", "exit"), spec.ends.exit, None),
-        (("outputs", "stream_mean"), spec.outputs.stream_mean, False),
-    )
-    return [
-        Problem(key, "no kernel serves this yet", given=str(given), allowed=str(served))
-        for key, given, served in choices
-        if given != served
-    ]
 
 
 def boundary_registers(plan: Plan) -> int:
@@ -662,7 +773,10 @@ def boundary_registers(plan: Plan) -> int:
 
 def projection_registers(plan: Plan, group: int) -> int:
     """Registers that a boundary's thread needs to project ``group`` tokens."""
-    held = {
+    if plan.projection == "fma":
+        held = plan.fn_fragments if plan.fn_home == "registers" else MAX_FN_AHEAD
+        return held * FRAGMENT_WORDS + FMA_REGISTERS
+    homes = {
         "registers": plan.fn_fragments,
         "shared": plan.fn_octets,
         "global": plan.fn_octets + plan.fn_ahead,
@@ -671,7 +785,7 @@ def projection_registers(plan: Plan, group: int) -> int:
     totals = octets * plan.tiles * FRAGMENT_WORDS
     addresses = octets
     return (
-        held[plan.fn_home] * FRAGMENT_WORDS + totals + addresses + PROJECTION_REGISTERS
+        homes[plan.fn_home] * FRAGMENT_WORDS + totals + addresses + PROJECTION_REGISTERS
     )
 
 

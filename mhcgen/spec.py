@@ -32,6 +32,7 @@ TP_SIZES: tuple[TpSize, ...] = get_args(TpSize)
 
 Transport = Literal["multicast", "unicast"]
 WeightDtype = Literal["fp32", "bf16"]
+NormWeight = Literal["plain", "plus_one", "none"]
 
 RESERVED_NAMES = frozenset(
     # No module can have these names, or it would hide one that packages import.
@@ -145,7 +146,7 @@ class Model(Section):
         ),
     ] = "fresh"
     norm_weight: Annotated[
-        Literal["plain", "plus_one", "none"],
+        NormWeight,
         Field(
             description="The weight of the norm: as given, as given plus one, or none."
         ),
