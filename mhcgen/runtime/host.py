@@ -54,7 +54,7 @@ class FusedBoundary:
     Attributes:
         rank: This rank.
         device: Its GPU.
-        transport: ``multicast`` or ``unicast``.
+        transport: ``multicast`` or ``unicast``; ``local`` for one rank alone.
         capacity: The largest M.
     """
 
@@ -175,8 +175,9 @@ class FusedBoundary:
     def publish(self, x: torch.Tensor) -> None:
         """The first half of a call alone; ``consume`` must follow.
 
-        Only for several ranks on one device, where all publish before any consumes. The
-        argument and the errors are those of a call.
+        Only for several ranks on one device, where all publish before any consumes. One
+        rank alone launches nothing here: it keeps ``x``. The argument and the errors
+        are those of a call.
         """
         m = self._checks.x(x)
         self._publish_alone(Published(m, (x,)), partial(self._launcher.publish, x))

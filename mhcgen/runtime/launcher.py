@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .arguments import ROUTING_DTYPES, BoundaryInput, BoundaryOutput, RoutedInput
-from .mailbox import Mailbox
+from .mailbox import LOCAL, Mailbox
 
 
 class Launcher:
@@ -22,6 +22,7 @@ class Launcher:
     Attributes:
         constants: The package's ``constants`` module.
         mailbox: This rank's end of the all-reduce.
+        rows: The rows that the next boundary of one rank alone takes, [M, H].
         finalizes: The finalize kernels by routing dtype and shared expert.
         boundaries: The boundary kernels by the largest M that they serve, rising.
     """
@@ -45,7 +46,12 @@ class Launcher:
         """
         self.constants = constants
         self.mailbox = mailbox
-        self._publish = compiled[kernels.publish_name(mailbox.transport)]
+        self.rows: torch.Tensor | None = None
+        self._publish = (
+            None
+            if mailbox.transport == LOCAL
+            else compiled[kernels.publish_name(mailbox.transport)]
+        )
         self.finalizes = {
             (ROUTING_DTYPES[dtype], shared): compiled[
                 kernels.finalize_name(dtype, shared, mailbox.transport)
@@ -89,7 +95,10 @@ class Launcher:
         return torch.empty((m, self.constants.MIX), dtype=torch.float32, device=device)
 
     def publish(self, x: torch.Tensor) -> None:
-        """Publishes x."""
+        """Publishes x; one rank alone only keeps it for the boundary."""
+        if self._publish is None:
+            self.rows = x
+            return
         mailbox = self.mailbox
         self._publish(x, mailbox.addresses, mailbox.state, mailbox.rank)
 
@@ -98,6 +107,11 @@ class Launcher:
         mailbox = self.mailbox
         shared = routed.shared_output is not None
         kernel = self.finalizes[routed.expert_weights.dtype, shared]
+        if self._publish is None:
+            m = routed.expert_weights.shape[0]
+            self.rows = routed.gemm2_permuted.new_empty((m, self.constants.HIDDEN))
+            kernel(*routed, self.rows)
+            return
         kernel(*routed, mailbox.addresses, mailbox.state, mailbox.rank)
 
     def boundary(
@@ -108,14 +122,12 @@ class Launcher:
         mix: torch.Tensor,
     ) -> None:
         """Consumes what was published."""
-        kernel(
-            *inputs,
-            self.mailbox.buffer,
-            self.mailbox.state,
-            outputs.residual,
-            mix,
-            outputs.layer_input,
-        )
+        source: tuple[torch.Tensor | None, ...]
+        if self._publish is None:
+            source, self.rows = (self.rows,), None
+        else:
+            source = (self.mailbox.buffer, self.mailbox.state)
+        kernel(*inputs, *source, outputs.residual, mix, outputs.layer_input)
 
     def mixes(
         self,
