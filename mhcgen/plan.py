@@ -344,7 +344,7 @@ class Plan:
 
     @property
     def wide_types(self) -> tuple[tuple[str, str], ...]:
-        """The keys of precision, and their values, that BF16 tensor cores do not fit."""
+        """Keys of precision, and their values, that BF16 tensor cores do not fit."""
         precision = self.spec.precision
         types = (
             ("activation", precision.activation),

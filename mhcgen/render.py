@@ -4,6 +4,7 @@ import ast
 import hashlib
 import json
 import os
+import re
 import subprocess
 import tempfile
 import textwrap
@@ -278,7 +279,9 @@ def _filled_in(environment: Environment, path: PurePosixPath, plan: Plan) -> str
 def jinja_environment(sources: Files) -> Environment:
     """Jinja with marks that leave templates readable, or even valid, as Python."""
     return Environment(
-        loader=DictLoader({str(path): text for path, text in sources.items()}),
+        loader=DictLoader(
+            {str(path): _with_blank_lines(text) for path, text in sources.items()}
+        ),
         undefined=StrictUndefined,
         autoescape=False,
         keep_trailing_newline=True,
@@ -291,6 +294,11 @@ def jinja_environment(sources: Files) -> Environment:
         comment_end_string="#»",
         finalize=_printable,
     )
+
+
+def _with_blank_lines(text: str) -> str:
+    """Keeps blank lines behind a line statement, which Jinja would swallow with it."""
+    return re.sub(r"^([ \t]*#:.*\n)(?=\n)", r"\1«# #»", text, flags=re.MULTILINE)
 
 
 def _printable(value: object) -> object:

@@ -600,7 +600,7 @@ class _Calls:
 
     def _sent(self, m: int) -> list[torch.Tensor]:
         """What every rank has published, as rank 0 sees it."""
-        rows = self.ranks.mailbox(0, self.ranks.generation(0), m)
+        rows = self.ranks.published(0, m)
         return list(as_torch(rows).unbind())
 
     def _differing(self, m: int, wanted: Sequence[torch.Tensor]) -> int:
@@ -608,11 +608,7 @@ class _Calls:
         return sum(
             wrong_bits(as_torch(row), part)
             for rank in range(self.plan.tp)
-            for row, part in zip(
-                self.ranks.mailbox(rank, self.ranks.generation(rank), m),
-                wanted,
-                strict=True,
-            )
+            for row, part in zip(self.ranks.published(rank, m), wanted, strict=True)
         )
 
     def _distance(self, sent: Sequence[torch.Tensor]) -> int:

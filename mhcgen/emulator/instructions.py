@@ -74,6 +74,12 @@ class Frame(Protocol):
     def store_shared(self, addresses: Array, values: Array) -> None:
         """Stores into shared memory of the cluster."""
 
+    def copy_shared(self, addresses: Array, values: Array) -> None:
+        """Starts to copy elements to the block's shared memory."""
+
+    def wait_copies(self) -> None:
+        """Waits for the copies that the threads have started."""
+
     def map_shared(self, addresses: Array, blocks: Array) -> Array:
         """Shared addresses in other blocks of the cluster."""
 
@@ -763,6 +769,38 @@ def _multimem(
     return lambda f: f.store_multicast(address(f), elements(f))
 
 
+def _copy(
+    kernel: Kernel, base: str, parts: list[str], operands: Sequence[Operand]
+) -> Run:
+    """``cp.async``: 16 bytes to shared memory, of which the last may be zeros."""
+    if parts == ["async", "wait_all"]:
+        return lambda frame: frame.wait_copies()
+    if parts not in (
+        ["async", "cg", "shared", "global"],
+        ["async", "cg", "shared::cta", "global"],
+    ):
+        raise _UnknownError("only cp.async.cg.shared.global and cp.async.wait_all")
+    if not isinstance(operands[2], Immediate) or operands[2].value != 16:
+        raise _UnknownError("only copies of 16 bytes")
+    place = _address(operands[0], "shared", kernel)
+    address = _address(operands[1], "global", kernel)
+    size = _source(operands[3] if len(operands) > 3 else operands[2], "u32")
+
+    def run(frame: Frame) -> None:
+        addresses = address(frame)
+        sizes = np.broadcast_to(size(frame), addresses.shape)
+        if np.any((sizes != 0) & (sizes != 16)):
+            lane = int(np.flatnonzero((sizes != 0) & (sizes != 16))[0])
+            raise Fault(LaneError, f"a copy that reads {int(sizes[lane])} bytes", lane)
+        values = np.zeros(addresses.size, np.complex128)
+        read = sizes == 16
+        if read.any():
+            values[read] = frame.load_global(addresses[read], 16)
+        frame.copy_shared(place(frame), values)
+
+    return run
+
+
 def _map(
     kernel: Kernel, base: str, parts: list[str], operands: Sequence[Operand]
 ) -> Run:
@@ -925,6 +963,7 @@ _BUILDERS |= {
     "st": _store,
     "multimem": _multimem,
     "mapa": _map,
+    "cp": _copy,
     "atom": _atomic,
     "red": _atomic,
     "fence": _fence,

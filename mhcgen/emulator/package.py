@@ -14,7 +14,7 @@ from mhcgen.emulator.memory import Allocation
 from mhcgen.emulator.ptx import read_kernel
 from mhcgen.emulator.scheduler import Stream, World
 from mhcgen.emulator.sublayer import launch_copy
-from mhcgen.plan import GENERATIONS, Launch, Plan, make_plan
+from mhcgen.plan import GENERATIONS, LOCAL, Launch, Plan, make_plan
 from mhcgen.render import RESOLVED_SPEC
 from mhcgen.spec_file import load_spec
 
@@ -217,7 +217,7 @@ class EmulatedRanks:
 
         Args:
             package: The kernels.
-            transport: ``multicast`` or ``unicast``.
+            transport: ``multicast`` or ``unicast``; ``local`` for one rank alone.
             seed: What the adversarial scheduler draws from; None for order and speed.
             resident_blocks: Blocks that a rank's device can hold; None for all.
             tensor_bytes: Memory of a rank for tensors.
@@ -236,10 +236,16 @@ class EmulatedRanks:
         self._main = [Stream(rank) for rank in range(plan.tp)]
         self._side = [Stream(rank) for rank in range(plan.tp)]
         self._armed = 0
+        self._rows: Tensor | None = None
+        self._mix = self._empty("mix", np.dtype("f4"), (plan.capacity, plan.mix))
+        if transport != LOCAL:
+            self._set_up_mailboxes(transport)
+
+    def _set_up_mailboxes(self, transport: str) -> None:
+        plan = self.plan
         shape = (GENERATIONS, plan.tp, plan.capacity, plan.hidden)
         self._mailbox = self._empty("mailbox", BF16, shape, reserved=True)
         self._state = self.tensor("state", np.zeros(2, np.int32))
-        self._mix = self._empty("mix", np.dtype("f4"), (plan.capacity, plan.mix))
         if transport == "multicast":
             addresses = [self.world.memory.window(self._mailbox.allocations).address]
         else:
@@ -288,12 +294,24 @@ class EmulatedRanks:
         content = self.world.memory.arena.data[part].view(BF16).reshape(shape)
         return content[generation, :, :tokens].copy()
 
+    def published(self, rank: int, tokens: int) -> Array:
+        """What the next boundary of a rank takes: every rank's rows, [TP, tokens, H].
+
+        One rank alone takes its rows as they are, -0.0 as +0.0.
+        """
+        if self._rows is None:
+            return self.mailbox(rank, self.generation(rank), tokens)
+        rows = self._rows.read(rank)
+        return np.where(rows == SENTINEL, BF16.type(0), rows)[np.newaxis]
+
     def generation(self, rank: int) -> int:
         """The stage of the mailbox that the next boundary of a rank takes."""
         return int(self._state.read(rank)[0])
 
     def idle_problems(self) -> list[str]:
         """What is wrong with mailboxes that nobody uses: nothing, if all is well."""
+        if self.transport == LOCAL:
+            return []
         problems = []
         states = [self._state.read(rank).tolist() for rank in range(self.plan.tp)]
         for rank, (generation, arrivals) in enumerate(states):
@@ -327,7 +345,11 @@ class EmulatedRanks:
     # --- launches -------------------------------------------------------------------
 
     def publish(self, x: Tensor) -> None:
-        """Publishes each rank's partial rows."""
+        """Publishes each rank's partial rows; one rank alone keeps them."""
+        if self.transport == LOCAL:
+            self.join()
+            self._rows = x
+            return
         name = f"publish_{self.transport}"
         self._publish(name, x.shape[0], {"x": x})
 
@@ -341,10 +363,14 @@ class EmulatedRanks:
     def _publish(
         self, name: str, tokens: int, arguments: Mapping[str, Tensor | None]
     ) -> None:
-        self._arm(tokens)
         self.join()
-        launch, _, _ = self.target.launches(tokens)
-        own = {"mailboxes": self._mailboxes, "state": self._state}
+        if self.transport == LOCAL:
+            self._rows = self._empty("x", BF16, (tokens, self.plan.hidden))
+            own = {"x": self._rows}
+        else:
+            self._arm(tokens)
+            own = {"mailboxes": self._mailboxes, "state": self._state}
+        launch = self.target.publish_launch(tokens)
         self._launch(name, launch, self._main, {**arguments, **own})
 
     def consume(self, streams: Streams, weights: Weights) -> Output:
@@ -356,7 +382,12 @@ class EmulatedRanks:
         post = self._empty("new_post", f4, (tokens, plan.hc, 1))
         comb = self._empty("new_comb", f4, (tokens, plan.hc, plan.hc))
         mix = self._mix.first(tokens)
-        _, boundary, mixes = self.target.launches(tokens)
+        boundary = self.target.boundary_launch(tokens)
+        mixes = self.target.mixes_launch(tokens)
+        if self._rows is None:
+            source = {"mailbox": self._mailbox, "state": self._state}
+        else:
+            source = {"x": self._rows}
         self._launch(
             boundary.kernel,
             boundary,
@@ -364,8 +395,7 @@ class EmulatedRanks:
             {
                 **vars(streams),
                 **vars(weights),
-                "mailbox": self._mailbox,
-                "state": self._state,
+                **source,
                 "new_residual": residual,
                 "mix": mix,
                 "layer_input": layer_input,

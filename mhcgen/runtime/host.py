@@ -62,7 +62,7 @@ class FusedBoundary:
     Attributes:
         rank: This rank.
         device: Its GPU.
-        transport: ``multicast`` or ``unicast``.
+        transport: ``multicast`` or ``unicast``; ``local`` for one rank alone.
         capacity: The largest M.
     """
 
@@ -306,8 +306,8 @@ class FusedBoundary:
         """The first half of a call or an exit alone; the second must follow.
 
         That is ``consume`` or ``consume_exit``. Only for several ranks on one device,
-        where all publish before any consumes. The argument and the errors are those of
-        a call.
+        where all publish before any consumes. One rank alone launches nothing here: it
+        keeps ``x``. The argument and the errors are those of a call.
         """
         m = self._checks.x(x)
         self._publish_alone(Published(m, (x,)), partial(self._launcher.publish, x))

@@ -19,7 +19,7 @@ from .arguments import (
     output_type,
 )
 from .dtypes import DTYPES
-from .mailbox import Mailbox
+from .mailbox import LOCAL, Mailbox
 
 
 class Launcher:
@@ -30,6 +30,7 @@ class Launcher:
     Attributes:
         constants: The package's ``constants`` module.
         mailbox: This rank's end of the all-reduce.
+        rows: The rows that the next boundary of one rank alone takes, [M, H].
         finalizes: The finalize kernels by routing dtype and shared expert.
         boundaries: The boundary kernels by the largest M that they serve, rising.
     """
@@ -53,7 +54,12 @@ class Launcher:
         """
         self.constants = constants
         self.mailbox = mailbox
-        self._publish = compiled[kernels.publish_name(mailbox.transport)]
+        self.rows: torch.Tensor | None = None
+        self._publish = (
+            None
+            if mailbox.transport == LOCAL
+            else compiled[kernels.publish_name(mailbox.transport)]
+        )
         self.finalizes = {
             (DTYPES[dtype], shared): compiled[
                 kernels.finalize_name(dtype, shared, mailbox.transport)
@@ -99,9 +105,9 @@ class Launcher:
     def outputs(self, m: int) -> BoundaryOutput:
         """Memory for the outputs of ``m`` tokens."""
         c = self.constants
-        buffer = self.mailbox.buffer
-        fp32 = partial(torch.empty, device=buffer.device, dtype=torch.float32)
-        activation = partial(torch.empty, device=buffer.device, dtype=buffer.dtype)
+        device, dtype = self.mailbox.buffer.device, DTYPES[c.ACTIVATION]
+        fp32 = partial(torch.empty, device=device, dtype=torch.float32)
+        activation = partial(torch.empty, device=device, dtype=dtype)
         more = {}
         if c.PRE_MIX == "delayed":
             more["pre"] = fp32((m, c.HC))
@@ -117,8 +123,8 @@ class Launcher:
 
     def exit_output(self, m: int) -> torch.Tensor:
         """Memory for what the exit returns, [M, H] activations."""
-        buffer, hidden = self.mailbox.buffer, self.constants.HIDDEN
-        return torch.empty((m, hidden), dtype=buffer.dtype, device=buffer.device)
+        c, device = self.constants, self.mailbox.buffer.device
+        return torch.empty((m, c.HIDDEN), dtype=DTYPES[c.ACTIVATION], device=device)
 
     def mix(self, m: int) -> torch.Tensor:
         """Memory for the mixes of ``m`` tokens, [M, MIX] FP32.
@@ -129,7 +135,10 @@ class Launcher:
         return torch.empty((m, self.constants.MIX), dtype=torch.float32, device=device)
 
     def publish(self, x: torch.Tensor) -> None:
-        """Publishes x."""
+        """Publishes x; one rank alone only keeps it for the boundary."""
+        if self._publish is None:
+            self.rows = x
+            return
         mailbox = self.mailbox
         self._publish(x, mailbox.addresses, mailbox.state, mailbox.rank)
 
@@ -138,6 +147,11 @@ class Launcher:
         mailbox = self.mailbox
         shared = routed.shared_output is not None
         kernel = self.finalizes[routed.expert_weights.dtype, shared]
+        if self._publish is None:
+            m = routed.expert_weights.shape[0]
+            self.rows = routed.gemm2_permuted.new_empty((m, self.constants.HIDDEN))
+            kernel(*routed, self.rows)
+            return
         kernel(*routed, mailbox.addresses, mailbox.state, mailbox.rank)
 
     def boundary(
@@ -150,12 +164,18 @@ class Launcher:
         """Consumes what was published."""
         kernel(
             *fields_of(inputs, self._boundary_inputs),
-            self.mailbox.buffer,
-            self.mailbox.state,
+            *self._source(),
             outputs.residual,
             mix,
             *fields_of(outputs, self._row_outputs),
         )
+
+    def _source(self) -> tuple[torch.Tensor | None, ...]:
+        """Where published rows are: in the mailbox, or with the one rank itself."""
+        if self._publish is not None:
+            return self.mailbox.buffer, self.mailbox.state
+        rows, self.rows = self.rows, None
+        return (rows,)
 
     def entry(
         self, inputs: EntryInput, outputs: BoundaryOutput, mix: torch.Tensor
@@ -172,12 +192,7 @@ class Launcher:
     def exit(self, inputs: ExitInput, output: torch.Tensor) -> None:
         """Consumes what was published, and collapses the last streams."""
         assert self._exit is not None
-        self._exit(
-            *fields_of(inputs, self._exit_inputs),
-            self.mailbox.buffer,
-            self.mailbox.state,
-            output,
-        )
+        self._exit(*fields_of(inputs, self._exit_inputs), *self._source(), output)
 
     def mixes(
         self,

@@ -15,6 +15,7 @@ from .dtypes import DTYPES
 
 logger = logging.getLogger(__name__)
 
+LOCAL = "local"  # the transport of one rank alone
 SENTINEL_BITS = -0x8000  # -0.0, as a signed 16-bit integer
 ALIGNMENT = 16
 
@@ -27,7 +28,8 @@ class Mailbox:
 
     Attributes:
         rank: This rank.
-        transport: ``multicast`` or ``unicast``.
+        transport: ``multicast`` or ``unicast``; ``local`` for one rank alone, whose
+            buffer, addresses and state are empty.
         buffer: The local mailbox, [GENERATIONS, TP, CAPACITY, HIDDEN] activations.
         addresses: [1] or [TP] int64: where publish stores, one multicast address or one
             address a rank.
@@ -225,8 +227,16 @@ def remote_tensor(handle: Any, peer: int, local: torch.Tensor) -> torch.Tensor:
     return remote
 
 
+def local(device: torch.device) -> Mailbox:
+    """What one rank alone has in place of a mailbox."""
+    empty = torch.empty(0, device=device)
+    return Mailbox(rank=0, transport=LOCAL, buffer=empty, addresses=empty, state=empty)
+
+
 def emulated(constants: ModuleType, device: torch.device) -> list[Mailbox]:
     """The mailboxes of all ranks on one device, with unicast between them."""
+    if constants.TP == 1:
+        return [local(device)]
     shape, dtype = mailbox_shape(constants), DTYPES[constants.ACTIVATION]
     buffers = [
         torch.empty(shape, dtype=dtype, device=device) for _ in range(constants.TP)

@@ -229,7 +229,7 @@ class Boundary:
 #: else
             + lane // 4 * FN_ROW_BYTES
 #: endif
-#: if plan.fn_home == "global"
+#: if plan.fn_home == "global" or (plan.fn_home == "registers" and not plan.idle_lanes)
             + (warp_column + lane % 4) * FRAGMENT_BYTES
 #: else
             + (warp_column + lane % 4) * FRAGMENT_BYTES,
