@@ -1,7 +1,12 @@
 """Mixes: the post-mix and the Sinkhorn-normalized residual mix of the next boundary.
 
+#: if plan.tail
+They feed only the next boundary, so one warp of a boundary computes them beside the
+norm.
+#: else
 They feed only the next boundary, so this kernel runs on a side stream beside the next
 sublayer.
+#: endif
 """
 
 import cutlass
@@ -15,29 +20,60 @@ from .steps import LOG2_E, sigmoid
 THREADS = 32
 
 
-def column_pass(rows):
-    """Divides each column by its sum plus hc_eps."""
-    columns = [list(column) for column in zip(*rows, strict=True)]
-    return [list(row) for row in zip(*row_pass(columns), strict=True)]
-
-
-def row_pass(rows):
-    """Divides each row by its sum plus hc_eps."""
-    scaled = []
-    for row in rows:
-        factor = ptx.reciprocal(sum(row[1:], row[0]) + Float32(HC_EPS))
-        scaled.append([value * factor for value in row])
-    return scaled
-
-
 def softmax(row):
-    """Softmax with the maximum subtracted."""
+    """Softmax with the maximum subtracted, plus hc_eps."""
     largest = row[0]
     for value in row[1:]:
         largest = cute.arch.fmax(largest, value)
     powers = [ptx.exp2((value - largest) * Float32(LOG2_E)) for value in row]
     factor = ptx.reciprocal(sum(powers[1:], powers[0]))
-    return [power * factor for power in powers]
+    return [ptx.fma(power, factor, Float32(HC_EPS)) for power in powers]
+
+
+def scale_rows(rows, columns, inverse):
+    """One Sinkhorn pass over the rows of a matrix diag(1/inverse) rows diag(columns).
+
+    It divides each row by its sum plus hc_eps, which makes the row's scale
+    1 / (rows . columns + hc_eps * inverse).
+    """
+    result = []
+    for row, before in zip(rows, inverse, strict=True):
+        total = Float32(HC_EPS) * before
+        for value, column in zip(row, columns, strict=True):
+            total = ptx.fma(value, column, total)
+        result.append(total)
+    return result
+
+
+@cute.jit
+def store_mixes(logits, post: cute.Tensor, comb: cute.Tensor):
+    """Steps 6 and 7 of one token, from its MIX logits; the first HC are not used."""
+    # Step 6: post = post_mult * sigmoid(mix*scale + base).
+    for stream in cutlass.range_constexpr(HC):
+        post[stream] = Float32(POST_MULT) * sigmoid(logits[HC + stream])
+
+    # Step 7: row softmax plus hc_eps, then Sinkhorn passes: one over the columns, and
+    # SINKHORN_ITERS - 1 times rows and columns. The passes only change the scales of
+    # rows and columns; they are kept as their inverses.
+    rows = [
+        softmax([logits[first + target] for target in range(HC)])
+        for first in range(2 * HC, MIX, HC)
+    ]
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    row_scales = [Float32(1.0)] * HC
+    inverse_rows = [Float32(1.0)] * HC
+    inverse_columns = scale_rows(columns, row_scales, [Float32(1.0)] * HC)
+    column_scales = [ptx.reciprocal(value) for value in inverse_columns]
+    for _ in cutlass.range(SINKHORN_ITERS - 1):
+        inverse_rows = scale_rows(rows, column_scales, inverse_rows)
+        row_scales = [ptx.reciprocal(value) for value in inverse_rows]
+        inverse_columns = scale_rows(columns, row_scales, inverse_columns)
+        column_scales = [ptx.reciprocal(value) for value in inverse_columns]
+    for source in cutlass.range_constexpr(HC):
+        for target in cutlass.range_constexpr(HC):
+            scale = row_scales[source] * column_scales[target]
+            comb[source, target] = rows[source][target] * scale
+#: if not plan.tail
 
 
 class Mixes:
@@ -83,24 +119,9 @@ class Mixes:
         """Takes one token through steps 6 and 7."""
         token = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
         if token < mix.shape[0]:
-            # Step 6: post = post_mult * sigmoid(mix*scale + base).
-            for stream in cutlass.range_constexpr(HC):
-                logit = ptx.fma(mix[token, HC + stream], scale[1], base[HC + stream])
-                post[token, stream, 0] = Float32(POST_MULT) * sigmoid(logit)
-
-            # Step 7: row softmax plus hc_eps, then Sinkhorn passes: one over the
-            # columns, and SINKHORN_ITERS - 1 times rows and columns.
-            logits = [
-                [
-                    ptx.fma(mix[token, index], scale[2], base[index])
-                    for index in range(first, first + HC)
-                ]
-                for first in range(2 * HC, MIX, HC)
+            logits = [Float32(0.0)] * HC + [
+                ptx.fma(mix[token, number], scale[1 + number // (2 * HC)], base[number])
+                for number in range(HC, MIX)
             ]
-            rows = [[v + Float32(HC_EPS) for v in softmax(row)] for row in logits]
-            rows = column_pass(rows)
-            for _ in cutlass.range(SINKHORN_ITERS - 1):
-                rows = column_pass(row_pass(rows))
-            for source in cutlass.range_constexpr(HC):
-                for target in cutlass.range_constexpr(HC):
-                    comb[token, source, target] = rows[source][target]
+            store_mixes(logits, post[token, None, 0], comb[token, None, None])
+#: endif

@@ -1,17 +1,9 @@
 """Compile-time stand-ins for kernel arguments, and what moved between DSL releases."""
 
-#: if plan.tp > 1
-from cutlass import BFloat16, Float32, Int32, cute
-#: else
-from cutlass import BFloat16, Float32, cute
-#: endif
+from cutlass import BFloat16, Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
-#: if plan.tp > 1
-from .constants import CAPACITY, GENERATIONS, HC, HIDDEN, MIX, TP
-#: else
-from .constants import HC, HIDDEN, MIX
-#: endif
+from .constants import CAPACITY, DESTINATIONS, GENERATIONS, HC, HIDDEN, MIX, TP
 
 try:
     from cutlass.memory import SmemAllocator
@@ -43,10 +35,26 @@ def current_stream():
     return make_fake_stream(use_tvm_ffi_env_stream=True)
 
 
+#: if plan.tp > 1
+def boundary_arguments(publishes):
+    """Stand-ins for the arguments of a boundary, in order.
+
+    Args:
+        publishes: The transport of its own publish, or None.
+    """
+#: else
 def boundary_arguments():
     """Stand-ins for the arguments of a boundary, in order."""
+#: endif
     tokens = cute.sym_int32()
     return (
+#: if plan.tp > 1
+        tensor(BFloat16, tokens, HIDDEN) if publishes else None,
+        tensor(Int64, DESTINATIONS[publishes]) if publishes else None,
+        Int32(0),
+#: else
+        tensor(BFloat16, tokens, HIDDEN),
+#: endif
         tensor(BFloat16, tokens, HC, HIDDEN),
         tensor(Float32, tokens, HC, 1),
         tensor(Float32, tokens, HC, HC),
@@ -57,11 +65,14 @@ def boundary_arguments():
 #: if plan.tp > 1
         tensor(BFloat16, GENERATIONS, TP, CAPACITY, HIDDEN),
         tensor(Int32, 2),
-#: else
-        tensor(BFloat16, tokens, HIDDEN),
 #: endif
         tensor(BFloat16, tokens, HC, HIDDEN),
+#: if plan.tail
+        tensor(Float32, tokens, HC, 1),
+        tensor(Float32, tokens, HC, HC),
+#: else
         tensor(Float32, tokens, MIX),
+#: endif
         tensor(BFloat16, tokens, HIDDEN),
         current_stream(),
     )

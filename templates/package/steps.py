@@ -138,17 +138,11 @@ def publish_own(own, words, mailboxes, offset, multicast: cutlass.Constexpr):
 
 
 #: endif
-#: if plan.idle_lanes
-def load_arrivals(slot, own):
-    """Loads the fragments of this lane's ranks, arrived or not; zeros where idle."""
+def load_arrivals(slot, present):
+    """Loads the fragments of this lane's ranks, arrived or not; zeros elsewhere."""
     return [
-        ptx.load_volatile_if(own, slot + rank * SLOT_BYTES) for rank in range(POLLS)
+        ptx.load_volatile_if(present, slot + rank * SLOT_BYTES) for rank in range(POLLS)
     ]
-#: else
-def load_arrivals(slot):
-    """Loads the fragments of this lane's ranks, arrived or not."""
-    return [ptx.load_volatile(slot + rank * SLOT_BYTES) for rank in range(POLLS)]
-#: endif
 
 
 @cute.jit
@@ -158,6 +152,13 @@ def poll(address, words):
     while holds_sentinel((word0, word1, word2, word3)):
         word0, word1, word2, word3 = ptx.load_volatile(address)
     return word0, word1, word2, word3
+
+
+def poll_ranks(slot, arrivals):
+    """Waits for the fragments of this lane's ranks. Zeros are no sentinel."""
+    return [
+        poll(slot + rank * SLOT_BYTES, words) for rank, words in enumerate(arrivals)
+    ]
 
 
 def add_pairs(values):
@@ -185,37 +186,6 @@ def sum_ranks(arrived):
         ]
 #: endif
     return unpack(pack(partial))
-
-
-#: if plan.idle_lanes
-def receive(slot, arrivals, own):
-    """Waits for this lane's ranks, sums over all ranks and re-arms the slots.
-
-    The zeros of an idle lane are no sentinel: it neither waits nor re-arms.
-    """
-#: else
-def receive(slot, arrivals):
-    """Waits for this lane's ranks, sums over all ranks and re-arms the slots."""
-#: endif
-    arrived = [
-        poll(slot + rank * SLOT_BYTES, words) for rank, words in enumerate(arrivals)
-    ]
-    y = sum_ranks(arrived)
-    # Lanes of a warp may poll the same slot: none re-arms it before all have read it.
-    cute.arch.sync_warp()
-    for rank in range(POLLS):
-#: if plan.idle_lanes
-        ptx.store_fragment_if(
-            own, slot + rank * SLOT_BYTES, [SENTINEL_PAIR] * FRAGMENT_WORDS
-        )
-#: else
-        ptx.store_fragment(slot + rank * SLOT_BYTES, [SENTINEL_PAIR] * FRAGMENT_WORDS)
-#: endif
-    return y
-#: else
-def load_rank(address):
-    """Step 1 of one rank: y = x, with -0.0 as +0.0, as a mailbox would give it."""
-    return unpack(sanitize(ptx.load_l2(address)))
 #: endif
 
 
@@ -239,24 +209,6 @@ def zero_unless(own, words):
     """The words, or zeros where the lane is idle."""
     return [cutlass.select_(own, word, Uint32(0)) for word in words]
 #: endif
-
-
-def load_old_streams(address):
-    """Loads one fragment of each residual stream of a token."""
-    return [ptx.load_l2(address + index * ROW_BYTES) for index in range(HC)]
-
-
-def load_mix_weights(post, comb, token, stream):
-    """Loads a stream's post-mix and its column of the residual mix of a token."""
-    post_row = post[token, None, 0].iterator.toint()
-    comb_row = comb[token, None, None].iterator.toint()
-    return (
-        ptx.load_float_l2(post_row + stream * FLOAT_BYTES),
-        [
-            ptx.load_float_l2(comb_row + (source * HC + stream) * FLOAT_BYTES)
-            for source in range(HC)
-        ],
-    )
 
 
 #: if plan.fn_home == "registers"
@@ -496,6 +448,28 @@ def sum_row(row, count):
     for index in range(1, count):
         total = total + row[index]
     return total
+
+
+def sum_peers(row, count):
+    """Sums ``count`` consecutive FP32, one of each block of the cluster, pairwise."""
+    if count % 4:
+        values = [row[index] for index in range(count)]
+    else:
+        address = row.iterator.toint()
+        values = []
+        for start in range(0, count, 4):
+            values += ptx.load_floats_shared(address + start * FLOAT_BYTES)
+    while len(values) > 1:
+        pairs = zip(values[::2], values[1::2], strict=False)
+        values = [a + b for a, b in pairs] + values[len(values) & ~1 :]
+    return values[0]
+
+
+@cute.jit
+def wait_for_sums(barrier):
+    """Waits until all that was announced at a barrier has come."""
+    while not ptx.is_open(barrier):
+        pass
 
 
 def square_sum(words):
