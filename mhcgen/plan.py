@@ -234,13 +234,16 @@ class TargetPlan:
     def shared_bytes(self, group: int) -> int:
         """Shared memory of one boundary block that takes ``group`` tokens."""
         plan = self.plan
+        one_token = plan.boundary_name(group) == "boundary"
+        streams_in_registers = plan.projection == "fma" and one_token
+        new_streams = self.warps * plan.trips * group * plan.stash_token_bytes
         stages = (
             self.fn_bytes,
-            self.warps * plan.trips * group * plan.stash_token_bytes,
+            0 if streams_in_registers else new_streams,
             self.warps * group * plan.sums_stride * 4,  # partial sums
             group * plan.sum_rows * self.cluster_size * 4,  # sums of the blocks
-            group * self.warps * 4,  # squares of the warps
-            group * self.cluster_size * 4,  # squares of the blocks
+            0 if plan.delayed else group * self.warps * 4,  # squares of the warps
+            0 if plan.delayed else group * self.cluster_size * 4,  # of the blocks
         )
         return sum(aligned(stage, FRAGMENT_BYTES) for stage in stages)
 
@@ -363,6 +366,39 @@ class Plan:
         return DSL_TYPES[self.spec.precision.activation]
 
     @property
+    def act(self) -> str:
+        """The function that rounds to the activations' type, in docstrings."""
+        return self.spec.precision.activation
+
+    @property
+    def pair_type(self) -> str:
+        """PTX's name of two activations in a word."""
+        return {"bf16": "bf16x2", "fp16": "f16x2"}[self.spec.precision.activation]
+
+    @property
+    def tensor_types(self) -> str:
+        """The types of a boundary's tensors, as the DSL names them."""
+        return ", ".join(sorted({self.activation_type, self.fn_type, "Float32"}))
+
+    @property
+    def exit_types(self) -> str:
+        """What the exit's module takes from the DSL beside ``cute``."""
+        heads = {self.fn_type} if self.exit_by == "sigmoid" else set()
+        mailbox = {"Int32", "Uint32"} if self.tp > 1 else set()
+        names = {self.activation_type, "Float32", "Int64"} | heads | mailbox
+        return ", ".join(sorted(names))
+
+    @property
+    def first_reduction(self) -> str:
+        """What the reduction of the mixes is called where a second one follows."""
+        return "The reduction" if self.delayed else "First reduction"
+
+    @property
+    def projection_means(self) -> str:
+        """How the projection sums over a warp, in comments."""
+        return "by shuffles" if self.projection == "fma" else "on tensor cores"
+
+    @property
     def fn_weight(self) -> str:
         """The name of fn's type, in comments."""
         return self.spec.precision.fn_weight.upper()
@@ -403,15 +439,73 @@ class Plan:
         return self.spec.ends.entry or self.exit_by is not None
 
     @property
+    def multiplies_rows(self) -> bool:
+        """Whether a kernel multiplies rows of fn by FMA."""
+        heads = self.spec.ends.entry or self.exit_by == "sigmoid"
+        return heads or self.projection == "fma"
+
+    @property
     def ends_cluster(self) -> int:
         """Blocks of a cluster of the entry and of the exit."""
         whole = self.fragments // ENDS_THREADS
         return min(PORTABLE_CLUSTER, 1 << max(0, whole.bit_length() - 1))
 
     @property
-    def ends_fragments(self) -> int:
-        """Fragments of a row that one thread of the entry or the exit takes at most."""
-        return -(-self.fragments // (self.ends_cluster * ENDS_THREADS))
+    def ends_threads(self) -> int:
+        """Threads of a block of the entry and of the exit."""
+        return ENDS_THREADS
+
+    @property
+    def ends_warps(self) -> int:
+        """Warps of such a block."""
+        return ENDS_THREADS // WARP
+
+    @property
+    def ends_stride(self) -> int:
+        """Fragments that a cluster of the entry or the exit takes in a turn."""
+        return self.ends_cluster * ENDS_THREADS
+
+    @property
+    def ends_turns(self) -> int:
+        """Turns that a row takes, the last perhaps in part."""
+        return -(-self.fragments // self.ends_stride)
+
+    @property
+    def exit_sums(self) -> int:
+        """Sums that the exit takes before the collapse; none without a head."""
+        return self.hc + 1 if self.exit_by == "sigmoid" else 0
+
+    def ends_shared_bytes(self, sums: int, stash_fragments: int) -> int:
+        """Shared memory of a block of the entry or the exit.
+
+        Args:
+            sums: Values that the cluster sums before the norm's squares.
+            stash_fragments: Fragments that a thread keeps.
+        """
+        stages = (
+            stash_fragments * ENDS_THREADS * FRAGMENT_BYTES,
+            *(
+                part
+                for count in (sums, 1)
+                for part in (count * self.ends_warps * 4, count * self.ends_cluster * 4)
+            ),
+        )
+        return sum(aligned(stage, FRAGMENT_BYTES) for stage in stages)
+
+    def ends_launches(self, tokens: int) -> dict[str, Launch]:
+        """The launches of the entry and of the exit, by kernel."""
+        grid = (self.ends_cluster, tokens, 1)
+        shared_bytes = {}
+        if self.spec.ends.entry:
+            shared_bytes["entry"] = self.ends_shared_bytes(self.mix + 1, 0)
+        if self.exit_by is not None:
+            streams = self.hc if self.exit_by == "sigmoid" else 1
+            stash = streams * self.ends_turns
+            shared_bytes["exit"] = self.ends_shared_bytes(self.exit_sums, stash)
+        return {
+            name: Launch(name, grid, ENDS_THREADS, self.ends_cluster, size)
+            for name, size in shared_bytes.items()
+        }
 
     @property
     def tp(self) -> int:
@@ -524,6 +618,16 @@ class Plan:
     def fn_stream_bytes(self) -> int:
         """Bytes of one stream's part of a row of fn."""
         return self.hidden * 2 * self.fn_halves
+
+    @property
+    def fn_fragment_bytes(self) -> int:
+        """Bytes of eight elements of fn."""
+        return FRAGMENT_BYTES * self.fn_halves
+
+    @property
+    def fn_trip_bytes(self) -> int:
+        """Bytes of fn that one thread multiplies with in a trip."""
+        return self.fn_fragments * FRAGMENT_BYTES // self.trips
 
     @property
     def fn_rows(self) -> int:

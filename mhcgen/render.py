@@ -39,6 +39,11 @@ EMITTED_IF: dict[PurePosixPath, Callable[[Plan], bool]] = {
     PurePosixPath("boundary.py"): lambda plan: plan.single,
     PurePosixPath("finalize.py"): lambda plan: plan.spec.moe is not None,
     PurePosixPath("grouped_boundary.py"): lambda plan: plan.grouped,
+    PurePosixPath("ends.py"): lambda plan: plan.ends,
+    PurePosixPath("entry.py"): lambda plan: plan.spec.ends.entry,
+    PurePosixPath("exit.py"): lambda plan: plan.exit_by is not None,
+    PurePosixPath("fn_rows.py"): lambda plan: plan.multiplies_rows,
+    PurePosixPath("projection_fma.py"): lambda plan: plan.projection == "fma",
     PurePosixPath("publish.py"): lambda plan: plan.tp > 1,
 }
 """When a template is emitted; those that are not named here always are."""
@@ -171,6 +176,10 @@ def kernel_rows(target: TargetPlan) -> tuple[KernelRow, ...]:
         name = plan.boundary_name(group)
         rows.append(KernelRow(name, size, target.threads, shared_bytes, group))
     rows.append(KernelRow("mixes", 1, MIXES_THREADS, 0))
+    rows += [
+        KernelRow(name, launch.cluster, launch.block, launch.shared_bytes)
+        for name, launch in plan.ends_launches(1).items()
+    ]
     return tuple(rows)
 
 

@@ -625,6 +625,10 @@ def _convert(
                 operands,
                 ("f32",),
             )
+        case ["f32", "f16"]:
+            return _elementwise(arithmetic.from_f16, "f32", operands, ("f16",))
+        case ["rn", "f16x2", "f32"]:
+            return _elementwise(arithmetic.pack_f16x2, "b32", operands, ("f32", "f32"))
         case ["rn", "bf16x2", "f32"]:
             return _elementwise(arithmetic.pack_bf16x2, "b32", operands, ("f32", "f32"))
         case ["rn", "f32", kind] if kind in ("s32", "u32"):

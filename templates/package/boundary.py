@@ -17,13 +17,22 @@ from .constants import (
 #: if plan.fn_home == "shared"
     FN_BYTES,
 #: endif
+#: if plan.projection == "tensor_cores"
     FN_ROW_BYTES,
+#: else
+#: if plan.trips == 1
+    FN_FRAGMENT_BYTES,
+#: endif
+    FN_STREAM_BYTES,
+#: endif
     FRAGMENT_BYTES,
     FRAGMENT_WORDS,
 #: if plan.idle_lanes
     FRAGMENTS,
 #: endif
+#: if plan.projection == "tensor_cores"
     FRAGMENTS_PER_WARP,
+#: endif
 #: if plan.tp > 1
     GENERATION_BYTES,
     GENERATIONS,
@@ -31,6 +40,9 @@ from .constants import (
     HC,
     LANE_WORDS,
     MIX,
+#: if plan.delayed
+    NORM_SQUARES,
+#: endif
 #: if plan.tp > 1
     POLLS,
 #: endif
@@ -40,8 +52,10 @@ from .constants import (
     SOURCES,
 #: endif
     SQUARES,
+#: if plan.projection == "tensor_cores"
     STASH_STREAM,
     STASH_TOKEN,
+#: endif
 #: if plan.sum_rows > 32
     SUM_ROWS,
 #: endif
@@ -51,10 +65,21 @@ from .constants import (
     WORD_LANES,
 #: endif
 )
+#: if plan.projection == "fma"
+from .projection_fma import (
+#: if plan.fn_home == "registers"
+    load_projection,
+#: elif plan.fn_home == "shared"
+    copy_projection,
+#: endif
+    project,
+    store_sums,
+)
+#: endif
 from .signature import SmemAllocator, boundary_arguments
 from .steps import (
     collapse,
-#: if plan.fn_home == "shared"
+#: if plan.projection == "tensor_cores" and plan.fn_home == "shared"
     copy_projection,
 #: endif
 #: if plan.tp > 1
@@ -62,7 +87,10 @@ from .steps import (
 #: endif
     load_mix_weights,
     load_old_streams,
-#: if plan.fn_home == "registers"
+#: if plan.delayed
+    load_pre,
+#: endif
+#: if plan.projection == "tensor_cores" and plan.fn_home == "registers"
     load_projection,
 #: endif
 #: if plan.tp == 1
@@ -70,10 +98,14 @@ from .steps import (
 #: endif
     normalize,
     post_mix,
+#: if not plan.delayed
     pre_mix,
+#: endif
+#: if plan.projection == "tensor_cores"
     project,
 #: if plan.fn_home == "shared"
     read_projection,
+#: endif
 #: endif
 #: if plan.tp > 1
     receive,
@@ -81,8 +113,13 @@ from .steps import (
     row_major,
     row_rstd,
     square_sum,
+#: if plan.projection == "tensor_cores"
     store_sums,
-#: if plan.fn_home == "global"
+#: endif
+#: if plan.stream_mean
+    stream_means,
+#: endif
+#: if plan.projection == "tensor_cores" and plan.fn_home == "global"
     stream_projection,
 #: endif
     sum_row,
@@ -110,22 +147,31 @@ class Boundary:
     @cute.jit
     def __call__(
         self,
-        residual: cute.Tensor,  # [M, HC, HIDDEN] BF16
+        residual: cute.Tensor,  # [M, HC, HIDDEN] «plan.activation»
         post: cute.Tensor,  # [M, HC, 1] FP32
         comb: cute.Tensor,  # [M, HC, HC] FP32, [source, target]
-        fn: cute.Tensor,  # [MIX, HC * HIDDEN] BF16
+        fn: cute.Tensor,  # [MIX, HC * HIDDEN] «plan.fn_weight»
+#: if plan.delayed
+        pre: cute.Tensor,  # [M, HC] FP32
+#: else
         scale: cute.Tensor,  # [3] FP32
         base: cute.Tensor,  # [MIX] FP32
-        norm_weight: cute.Tensor,  # [HIDDEN] BF16
+#: endif
+#: if plan.norm_weight != "none"
+        norm_weight: cute.Tensor,  # [HIDDEN] «plan.activation»
+#: endif
 #: if plan.tp > 1
-        mailbox: cute.Tensor,  # [GENERATIONS, TP, CAPACITY, HIDDEN] BF16
+        mailbox: cute.Tensor,  # [GENERATIONS, TP, CAPACITY, HIDDEN] «plan.activation»
         state: cute.Tensor,  # [2] generation, arrivals
 #: else
-        x: cute.Tensor,  # [M, HIDDEN] BF16
+        x: cute.Tensor,  # [M, HIDDEN] «plan.activation»
 #: endif
-        new_residual: cute.Tensor,  # [M, HC, HIDDEN] BF16, out
+        new_residual: cute.Tensor,  # [M, HC, HIDDEN] «plan.activation», out
         mix: cute.Tensor,  # [M, MIX] FP32, out
-        layer_input: cute.Tensor,  # [M, HIDDEN] BF16, out
+        layer_input: cute.Tensor,  # [M, HIDDEN] «plan.activation», out
+#: if plan.stream_mean
+        stream_mean: cute.Tensor,  # [M, HIDDEN] «plan.activation», out
+#: endif
         stream,
     ):
         """Launches the kernel."""
@@ -134,9 +180,15 @@ class Boundary:
             post,
             comb,
             fn,
+#: if plan.delayed
+            pre,
+#: else
             scale,
             base,
+#: endif
+#: if plan.norm_weight != "none"
             norm_weight,
+#: endif
 #: if plan.tp > 1
             mailbox,
             state,
@@ -146,6 +198,9 @@ class Boundary:
             new_residual,
             mix,
             layer_input,
+#: if plan.stream_mean
+            stream_mean,
+#: endif
         ).launch(
             grid=[self.cluster_size, residual.shape[0], 1],
             block=[self.threads, 1, 1],
@@ -162,9 +217,15 @@ class Boundary:
         post: cute.Tensor,
         comb: cute.Tensor,
         fn: cute.Tensor,
+#: if plan.delayed
+        pre: cute.Tensor,
+#: else
         scale: cute.Tensor,
         base: cute.Tensor,
+#: endif
+#: if plan.norm_weight != "none"
         norm_weight: cute.Tensor,
+#: endif
 #: if plan.tp > 1
         mailbox: cute.Tensor,
         state: cute.Tensor,
@@ -174,6 +235,9 @@ class Boundary:
         new_residual: cute.Tensor,
         mix: cute.Tensor,
         layer_input: cute.Tensor,
+#: if plan.stream_mean
+        stream_mean: cute.Tensor,
+#: endif
     ):
         """Takes one token through steps 1 to 5."""
         cute.arch.griddepcontrol_launch_dependents()
@@ -197,7 +261,9 @@ class Boundary:
 #: if plan.fn_home == "shared"
         fn_stash = memory.allocate(self.threads * FN_BYTES, 16)
 #: endif
+#: if plan.projection == "tensor_cores"
         stash = memory.allocate(self.warps * STASH_TOKEN, 16)
+#: endif
         partials = memory.allocate_tensor(
             Float32, row_major(self.warps, 1, SUMS_STRIDE), 16
         )
@@ -208,10 +274,34 @@ class Boundary:
 #: else
         sums = memory.allocate_tensor(Float32, row_major(32, self.cluster_size), 16)
 #: endif
+#: if not plan.delayed
         squares = memory.allocate_tensor(Float32, row_major(self.warps), 16)
         norms = memory.allocate_tensor(Float32, row_major(self.cluster_size), 16)
+#: endif
 
         # Weights: no kernel writes them.
+#: if plan.projection == "fma"
+#: if plan.fn_home == "shared"
+        fn_place = fn_stash.toint() + thread * FRAGMENT_BYTES
+#: endif
+#: if plan.trips > 1
+        fn_stream = fn.iterator.toint() + stream * FN_STREAM_BYTES
+#: if plan.fn_home == "shared"
+        copy_projection(fn_place, fn_stream, first_fragment, self.threads)
+#: endif
+#: else
+        fn_address = (
+            fn.iterator.toint()
+            + stream * FN_STREAM_BYTES
+            + fragment * FN_FRAGMENT_BYTES
+        )
+#: if plan.fn_home == "registers"
+        rows = load_projection(fn_address)
+#: elif plan.fn_home == "shared"
+        copy_projection(fn_place, fn_address, self.threads)
+#: endif
+#: endif
+#: else
         warp_column = block * self.fragments + warp * FRAGMENTS_PER_WARP
 #: if plan.fn_home == "shared"
         fn_place = fn_stash.toint() + thread * FRAGMENT_BYTES
@@ -241,15 +331,20 @@ class Boundary:
 #: endif
 #: endif
         )
+#: endif
+#: if not plan.delayed
         pre_scale = scale[0]
         pre_base = base[stream]
+#: endif
 #: if plan.lane_map.merges
         first_word = fragment * FRAGMENT_WORDS + stream // WORD_LANES
 #: else
         first_word = fragment * FRAGMENT_WORDS + stream * LANE_WORDS
 #: endif
+#: if plan.norm_weight != "none"
         norm_words = cute.recast_tensor(norm_weight, Uint32)
         norm_share = [norm_words[first_word + index] for index in range(LANE_WORDS)]
+#: endif
 #: if plan.lane_map.merges
         # Of the lanes that share a word, one stores it and counts its squares.
         counts = stream % WORD_LANES == 0
@@ -266,6 +361,9 @@ class Boundary:
         token_bytes = Int64(token * TOKEN_BYTES + column)
         old = load_old_streams(residual.iterator.toint() + token_bytes)
         post_weight, comb_weights = load_mix_weights(post, comb, token, stream)
+#: if plan.delayed
+        pre_weight = load_pre(pre, token, stream)
+#: endif
 #: if plan.tp > 1
         first_rank = stream % SOURCES * POLLS
         slot = mailbox.iterator.toint() + Int64(
@@ -294,8 +392,38 @@ class Boundary:
         )
 #: endif
 
-        # First reduction: over the warp on tensor cores, over the block by lane k for
+#: if plan.delayed
+        # The carried pre-mix needs no sum: the collapse and its squares come first.
+#: if plan.lane_map.splits
+        c = collapse(pre_weight, new, stream)
+#: else
+        c = collapse(pre_weight, new)
+#: endif
+#: if plan.lane_map.merges
+        square = sum_warp(cutlass.select_(counts, square_sum(c), Float32(0.0)))
+#: else
+        square = sum_warp(square_sum(c))
+#: endif
+        if lane == 0:
+            partials[warp, 0, NORM_SQUARES] = square
+
+        # The reduction: over the warp «plan.projection_means», over the block by lane k for
         # sum k, over the cluster by all its blocks alike.
+#: else
+        # First reduction: over the warp «plan.projection_means», over the block by lane k for
+        # sum k, over the cluster by all its blocks alike.
+#: endif
+#: if plan.projection == "fma"
+#: if plan.fn_home == "registers"
+        token_sums = project(rows, new, lane)
+#: elif plan.fn_home == "shared"
+        ptx.wait_copies()
+        token_sums = project(fn_place, new, lane, self.threads)
+#: else
+        token_sums = project(fn_address, new, lane)
+#: endif
+        store_sums(partials[warp, 0, None], token_sums, lane)
+#: else
         warp_stash = stash.toint() + warp * STASH_TOKEN
         ptx.store_shared(
             warp_stash + stream * STASH_STREAM + lane // HC * FRAGMENT_BYTES, new
@@ -312,20 +440,21 @@ class Boundary:
 #: endif
         token_sums = project(rows, [warp_stash + lane % 4 * FRAGMENT_BYTES])
         store_sums(partials[warp, None, None], token_sums, lane, 1)
+#: endif
         cute.arch.sync_threads()
         cute.arch.cluster_wait()
 #: if plan.sum_rows > 32
         for first_peer in cutlass.range_constexpr(0, self.cluster_size, self.warps):
             for first_sum in cutlass.range_constexpr(0, SUM_ROWS, 32):
                 number = first_sum + lane
-                if first_peer + warp < self.cluster_size and number <= SQUARES:
+                if first_peer + warp < self.cluster_size and number <= «plan.last_sum_name»:
                     block_total = sum_row(partials[None, 0, number], self.warps)
                     place = sums[number, None].iterator.toint() + block * 4
                     ptx.store_peer(place, first_peer + warp, block_total)
 #: else
         place = sums[lane, None].iterator.toint() + block * 4
         for first_peer in cutlass.range_constexpr(0, self.cluster_size, self.warps):
-            if first_peer + warp < self.cluster_size and lane <= SQUARES:
+            if first_peer + warp < self.cluster_size and lane <= «plan.last_sum_name»:
                 block_total = sum_row(partials[None, 0, lane], self.warps)
                 ptx.store_peer(place, first_peer + warp, block_total)
 #: endif
@@ -351,6 +480,10 @@ class Boundary:
         if block == 0 and thread < MIX:
             mix[token, thread] = sum_row(sums[thread, None], self.cluster_size) * rstd
 #: endif
+#: if plan.delayed
+        norm_square = sum_row(sums[NORM_SQUARES, None], self.cluster_size)
+
+#: else
         mix_pre = sum_row(sums[stream, None], self.cluster_size) * rstd
 #: if plan.lane_map.splits
         c = collapse(pre_mix(mix_pre, pre_scale, pre_base), new, stream)
@@ -375,15 +508,36 @@ class Boundary:
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
+        norm_square = sum_row(norms, self.cluster_size)
+#: endif
         output = cute.recast_tensor(layer_input, Uint32)
-        normalized = normalize(c, sum_row(norms, self.cluster_size), norm_share)
+#: if plan.norm_weight == "none"
+        normalized = normalize(c, norm_square)
+#: else
+        normalized = normalize(c, norm_square, norm_share)
+#: endif
+#: if plan.stream_mean
+        mean_output = cute.recast_tensor(stream_mean, Uint32)
+#: if plan.lane_map.splits
+        means = stream_means(new, stream)
+#: else
+        means = stream_means(new)
+#: endif
+#: endif
 #: if plan.stores_if
         if «plan.stores_if»:
             for index in cutlass.range_constexpr(LANE_WORDS):
                 output[token, first_word + index] = normalized[index]
+#: if plan.stream_mean
+                mean_output[token, first_word + index] = means[index]
+#: endif
 #: else
         for index, word in enumerate(normalized):
             output[token, first_word + index] = word
+#: if plan.stream_mean
+        for index, word in enumerate(means):
+            mean_output[token, first_word + index] = word
+#: endif
 #: endif
 #: if plan.tp > 1
 

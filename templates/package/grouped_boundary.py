@@ -1,3 +1,68 @@
+#: macro store_means()
+#: if plan.lane_map.splits
+            means = stream_means(new, stream)
+#: else
+            means = stream_means(new)
+#: endif
+#: if plan.stores_if
+            if «plan.stores_if»:
+                for word in cutlass.range_constexpr(LANE_WORDS):
+                    mean_output[first + index, first_word + word] = means[word]
+#: else
+            for word in cutlass.range_constexpr(LANE_WORDS):
+                mean_output[first + index, first_word + word] = means[word]
+#: endif
+#: endmacro
+#: macro collapse_token()
+#: if plan.trips > 1
+            total_square = Float32(0.0)
+            for trip in cutlass.range(TRIPS):
+                place = own_stash + (trip * self.group + index) * STASH_TOKEN
+                new = ptx.load_shared(place)
+#: if plan.stream_mean
+                fragment = first_fragment + trip * (self.threads // HC)
+#: if plan.idle_lanes
+                own = fragment < FRAGMENTS
+                fragment = cutlass.min(fragment, FRAGMENTS - 1)
+#: endif
+#: if plan.lane_map.merges
+                first_word = fragment * FRAGMENT_WORDS + stream // WORD_LANES
+#: else
+                first_word = fragment * FRAGMENT_WORDS + stream * LANE_WORDS
+#: endif
+«store_means().rstrip()|indent(4)»
+#: endif
+#: if plan.lane_map.splits
+                c = collapse(pre_weight, new, stream)
+#: else
+                c = collapse(pre_weight, new)
+#: endif
+                spare = [Uint32(0)] * (FRAGMENT_WORDS - LANE_WORDS)
+                ptx.store_shared(place, [*c, *spare])
+                total_square = total_square + square_sum(c)
+#: if plan.lane_map.merges
+            total_square = cutlass.select_(counts, total_square, Float32(0.0))
+#: endif
+            square = sum_warp(total_square)
+#: else
+            new = ptx.load_shared(own_stash + index * STASH_TOKEN)
+#: if plan.stream_mean
+«store_means().rstrip()»
+#: endif
+#: if plan.lane_map.splits
+            c = collapse(pre_weight, new, stream)
+#: else
+            c = collapse(pre_weight, new)
+#: endif
+            spare = [Uint32(0)] * (FRAGMENT_WORDS - LANE_WORDS)
+            ptx.store_shared(own_stash + index * STASH_TOKEN, [*c, *spare])
+#: if plan.lane_map.merges
+            square = sum_warp(cutlass.select_(counts, square_sum(c), Float32(0.0)))
+#: else
+            square = sum_warp(square_sum(c))
+#: endif
+#: endif
+#: endmacro
 #: if plan.tp > 1
 """Grouped boundary: consumes the mailbox, several tokens a cluster of thread blocks.
 #: else
@@ -27,13 +92,22 @@ from .constants import (
 #: if plan.fn_home == "shared"
     FN_BYTES,
 #: endif
+#: if plan.projection == "tensor_cores"
     FN_ROW_BYTES,
+#: else
+#: if plan.trips == 1
+    FN_FRAGMENT_BYTES,
+#: endif
+    FN_STREAM_BYTES,
+#: endif
     FRAGMENT_BYTES,
     FRAGMENT_WORDS,
 #: if plan.idle_lanes
     FRAGMENTS,
 #: endif
+#: if plan.projection == "tensor_cores"
     FRAGMENTS_PER_WARP,
+#: endif
 #: if plan.tp > 1
     GENERATION_BYTES,
     GENERATIONS,
@@ -41,6 +115,9 @@ from .constants import (
     HC,
     LANE_WORDS,
     MIX,
+#: if plan.delayed
+    NORM_SQUARES,
+#: endif
 #: if plan.tp > 1
     POLLS,
 #: endif
@@ -64,10 +141,21 @@ from .constants import (
     WORD_LANES,
 #: endif
 )
+#: if plan.projection == "fma"
+from .projection_fma import (
+#: if plan.fn_home == "registers"
+    load_projection,
+#: elif plan.fn_home == "shared"
+    copy_projection,
+#: endif
+    project,
+    store_sums,
+)
+#: endif
 from .signature import SmemAllocator, boundary_arguments
 from .steps import (
     collapse,
-#: if plan.fn_home == "shared"
+#: if plan.projection == "tensor_cores" and plan.fn_home == "shared"
     copy_projection,
 #: endif
 #: if plan.tp > 1
@@ -75,7 +163,10 @@ from .steps import (
 #: endif
     load_mix_weights,
     load_old_streams,
-#: if plan.fn_home == "registers"
+#: if plan.delayed
+    load_pre,
+#: endif
+#: if plan.projection == "tensor_cores" and plan.fn_home == "registers"
     load_projection,
 #: endif
 #: if plan.tp == 1
@@ -83,10 +174,14 @@ from .steps import (
 #: endif
     normalize,
     post_mix,
+#: if not plan.delayed
     pre_mix,
+#: endif
+#: if plan.projection == "tensor_cores"
     project,
 #: if plan.fn_home == "shared"
     read_projection,
+#: endif
 #: endif
 #: if plan.tp > 1
     receive,
@@ -94,8 +189,13 @@ from .steps import (
     row_major,
     row_rstd,
     square_sum,
+#: if plan.projection == "tensor_cores"
     store_sums,
-#: if plan.fn_home == "global"
+#: endif
+#: if plan.stream_mean
+    stream_means,
+#: endif
+#: if plan.projection == "tensor_cores" and plan.fn_home == "global"
     stream_projection,
 #: endif
     sum_row,
@@ -124,22 +224,31 @@ class GroupedBoundary:
     @cute.jit
     def __call__(
         self,
-        residual: cute.Tensor,  # [M, HC, HIDDEN] BF16
+        residual: cute.Tensor,  # [M, HC, HIDDEN] «plan.activation»
         post: cute.Tensor,  # [M, HC, 1] FP32
         comb: cute.Tensor,  # [M, HC, HC] FP32, [source, target]
-        fn: cute.Tensor,  # [MIX, HC * HIDDEN] BF16
+        fn: cute.Tensor,  # [MIX, HC * HIDDEN] «plan.fn_weight»
+#: if plan.delayed
+        pre: cute.Tensor,  # [M, HC] FP32
+#: else
         scale: cute.Tensor,  # [3] FP32
         base: cute.Tensor,  # [MIX] FP32
-        norm_weight: cute.Tensor,  # [HIDDEN] BF16
+#: endif
+#: if plan.norm_weight != "none"
+        norm_weight: cute.Tensor,  # [HIDDEN] «plan.activation»
+#: endif
 #: if plan.tp > 1
-        mailbox: cute.Tensor,  # [GENERATIONS, TP, CAPACITY, HIDDEN] BF16
+        mailbox: cute.Tensor,  # [GENERATIONS, TP, CAPACITY, HIDDEN] «plan.activation»
         state: cute.Tensor,  # [2] generation, arrivals
 #: else
-        x: cute.Tensor,  # [M, HIDDEN] BF16
+        x: cute.Tensor,  # [M, HIDDEN] «plan.activation»
 #: endif
-        new_residual: cute.Tensor,  # [M, HC, HIDDEN] BF16, out
+        new_residual: cute.Tensor,  # [M, HC, HIDDEN] «plan.activation», out
         mix: cute.Tensor,  # [M, MIX] FP32, out
-        layer_input: cute.Tensor,  # [M, HIDDEN] BF16, out
+        layer_input: cute.Tensor,  # [M, HIDDEN] «plan.activation», out
+#: if plan.stream_mean
+        stream_mean: cute.Tensor,  # [M, HIDDEN] «plan.activation», out
+#: endif
         stream,
     ):
         """Launches the kernel."""
@@ -148,9 +257,15 @@ class GroupedBoundary:
             post,
             comb,
             fn,
+#: if plan.delayed
+            pre,
+#: else
             scale,
             base,
+#: endif
+#: if plan.norm_weight != "none"
             norm_weight,
+#: endif
 #: if plan.tp > 1
             mailbox,
             state,
@@ -160,6 +275,9 @@ class GroupedBoundary:
             new_residual,
             mix,
             layer_input,
+#: if plan.stream_mean
+            stream_mean,
+#: endif
         ).launch(
             grid=[
                 self.cluster_size,
@@ -180,9 +298,15 @@ class GroupedBoundary:
         post: cute.Tensor,
         comb: cute.Tensor,
         fn: cute.Tensor,
+#: if plan.delayed
+        pre: cute.Tensor,
+#: else
         scale: cute.Tensor,
         base: cute.Tensor,
+#: endif
+#: if plan.norm_weight != "none"
         norm_weight: cute.Tensor,
+#: endif
 #: if plan.tp > 1
         mailbox: cute.Tensor,
         state: cute.Tensor,
@@ -192,6 +316,9 @@ class GroupedBoundary:
         new_residual: cute.Tensor,
         mix: cute.Tensor,
         layer_input: cute.Tensor,
+#: if plan.stream_mean
+        stream_mean: cute.Tensor,
+#: endif
     ):
         """Takes a group of tokens through steps 1 to 5."""
         cute.arch.griddepcontrol_launch_dependents()
@@ -220,7 +347,11 @@ class GroupedBoundary:
 
         memory = SmemAllocator()
 #: if plan.fn_home == "shared"
+#: if plan.projection == "fma" and plan.trips > 1
+        fn_stash = memory.allocate(self.threads * TRIPS * FN_BYTES, 16)
+#: else
         fn_stash = memory.allocate(self.threads * FN_BYTES, 16)
+#: endif
 #: endif
         # Each thread keeps its new fragments here, and later its collapsed words.
 #: if plan.trips > 1
@@ -238,12 +369,36 @@ class GroupedBoundary:
             Float32, row_major(self.group, 32, self.cluster_size), 16
 #: endif
         )
+#: if not plan.delayed
         squares = memory.allocate_tensor(Float32, row_major(self.group, self.warps), 16)
         norms = memory.allocate_tensor(
             Float32, row_major(self.group, self.cluster_size), 16
         )
+#: endif
 
         # Weights: no kernel writes them.
+#: if plan.projection == "fma"
+#: if plan.fn_home == "shared"
+        fn_place = fn_stash.toint() + thread * FRAGMENT_BYTES
+#: endif
+#: if plan.trips > 1
+        fn_stream = fn.iterator.toint() + stream * FN_STREAM_BYTES
+#: if plan.fn_home == "shared"
+        copy_projection(fn_place, fn_stream, first_fragment, self.threads)
+#: endif
+#: else
+        fn_address = (
+            fn.iterator.toint()
+            + stream * FN_STREAM_BYTES
+            + fragment * FN_FRAGMENT_BYTES
+        )
+#: if plan.fn_home == "registers"
+        rows = load_projection(fn_address)
+#: elif plan.fn_home == "shared"
+        copy_projection(fn_place, fn_address, self.threads)
+#: endif
+#: endif
+#: else
         warp_column = block * self.fragments + warp * FRAGMENTS_PER_WARP
 #: if plan.fn_home == "shared"
         fn_place = fn_stash.toint() + thread * FRAGMENT_BYTES
@@ -273,10 +428,15 @@ class GroupedBoundary:
 #: endif
 #: endif
         )
+#: endif
+#: if not plan.delayed
         pre_scale = scale[0]
         pre_base = base[stream]
+#: endif
 #: if plan.trips > 1
+#: if plan.norm_weight != "none"
         norm_words = cute.recast_tensor(norm_weight, Uint32)
+#: endif
 #: if plan.lane_map.merges
         # Of the lanes that share a word, one stores it and counts its squares.
         counts = stream % WORD_LANES == 0
@@ -287,8 +447,10 @@ class GroupedBoundary:
 #: else
         first_word = fragment * FRAGMENT_WORDS + stream * LANE_WORDS
 #: endif
+#: if plan.norm_weight != "none"
         norm_words = cute.recast_tensor(norm_weight, Uint32)
         norm_share = [norm_words[first_word + index] for index in range(LANE_WORDS)]
+#: endif
 #: if plan.lane_map.merges
         # Of the lanes that share a word, one stores it and counts its squares.
         counts = stream % WORD_LANES == 0
@@ -428,9 +590,40 @@ class GroupedBoundary:
 #: endif
 #: endif
 
-        # First reduction: over the warp on tensor cores, over the block by lane k for
-        # sum k, over the cluster by all its blocks alike. Lanes beyond the last token
-        # repeat it, to no effect.
+#: if plan.stream_mean and plan.delayed
+        mean_output = cute.recast_tensor(stream_mean, Uint32)
+#: endif
+        # «plan.first_reduction»: over the warp «plan.projection_means», over the block by
+        # lane k for sum k, over the cluster by all its blocks alike.
+#: if plan.projection == "fma"
+#: if plan.fn_home == "shared"
+        ptx.wait_copies()
+#: endif
+        for index in cutlass.range(count):
+            place = own_stash + index * STASH_TOKEN
+#: if plan.trips > 1
+            token_sums = project(
+#: if plan.fn_home == "shared"
+                fn_place,
+#: else
+                fn_stream,
+                first_fragment,
+#: endif
+                place,
+                self.group * STASH_TOKEN,
+                lane,
+                self.threads,
+            )
+#: elif plan.fn_home == "registers"
+            token_sums = project(rows, ptx.load_shared(place), lane)
+#: elif plan.fn_home == "shared"
+            token_sums = project(fn_place, ptx.load_shared(place), lane, self.threads)
+#: else
+            token_sums = project(fn_address, ptx.load_shared(place), lane)
+#: endif
+            store_sums(partials[warp, index, None], token_sums, lane)
+#: else
+        # Lanes beyond the last token repeat it, to no effect.
         cute.arch.sync_warp()
         lane_tokens = [
             cutlass.min(octet * 8 + lane // 4, count - 1)
@@ -456,6 +649,19 @@ class GroupedBoundary:
 #: endif
         )
         store_sums(partials[warp, None, None], token_sums, lane, count)
+#: endif
+#: if plan.delayed
+        # The carried pre-mix needs no sum: the collapse joins this reduction with the
+        # squares for its norm. It takes the place of the new fragments.
+#: if plan.projection == "tensor_cores"
+        cute.arch.sync_warp()
+#: endif
+        for index in cutlass.range(count):
+            pre_weight = load_pre(pre, first + index, stream)
+«collapse_token().rstrip()»
+            if lane == 0:
+                partials[warp, index, NORM_SQUARES] = square
+#: endif
         cute.arch.sync_threads()
         cute.arch.cluster_wait()
         # Each warp serves one (token, peer) pair at a time.
@@ -464,12 +670,12 @@ class GroupedBoundary:
 #: if plan.sum_rows > 32
             for first_sum in cutlass.range_constexpr(0, SUM_ROWS, 32):
                 number = first_sum + lane
-                if number <= SQUARES:
+                if number <= «plan.last_sum_name»:
                     block_total = sum_row(partials[None, index, number], self.warps)
                     place = sums[index, number, None].iterator.toint() + block * 4
                     ptx.store_peer(place, pair % self.cluster_size, block_total)
 #: else
-            if lane <= SQUARES:
+            if lane <= «plan.last_sum_name»:
                 block_total = sum_row(partials[None, index, lane], self.warps)
                 place = sums[index, lane, None].iterator.toint() + block * 4
                 ptx.store_peer(place, pair % self.cluster_size, block_total)
@@ -477,6 +683,9 @@ class GroupedBoundary:
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
+#: if plan.stream_mean and not plan.delayed
+        mean_output = cute.recast_tensor(stream_mean, Uint32)
+#: endif
 #: if plan.tp > 1
         # Every block of this cluster has read the generation.
         arrival = Uint32(0)
@@ -500,42 +709,11 @@ class GroupedBoundary:
                     sum_row(sums[index, thread, None], self.cluster_size) * rstd
                 )
 #: endif
+#: if not plan.delayed
             mix_pre = sum_row(sums[index, stream, None], self.cluster_size) * rstd
-#: if plan.trips > 1
-            pre = pre_mix(mix_pre, pre_scale, pre_base)
-            total_square = Float32(0.0)
-            for trip in cutlass.range(TRIPS):
-                place = own_stash + (trip * self.group + index) * STASH_TOKEN
-                new = ptx.load_shared(place)
-#: if plan.lane_map.splits
-                c = collapse(pre, new, stream)
-#: else
-                c = collapse(pre, new)
-#: endif
-                spare = [Uint32(0)] * (FRAGMENT_WORDS - LANE_WORDS)
-                ptx.store_shared(place, [*c, *spare])
-                total_square = total_square + square_sum(c)
-#: if plan.lane_map.merges
-            total_square = cutlass.select_(counts, total_square, Float32(0.0))
-#: endif
+            pre_weight = pre_mix(mix_pre, pre_scale, pre_base)
+«collapse_token().rstrip()»
             # Second reduction: the norm of the collapsed row.
-            square = sum_warp(total_square)
-#: else
-            new = ptx.load_shared(own_stash + index * STASH_TOKEN)
-#: if plan.lane_map.splits
-            c = collapse(pre_mix(mix_pre, pre_scale, pre_base), new, stream)
-#: else
-            c = collapse(pre_mix(mix_pre, pre_scale, pre_base), new)
-#: endif
-            spare = [Uint32(0)] * (FRAGMENT_WORDS - LANE_WORDS)
-            ptx.store_shared(own_stash + index * STASH_TOKEN, [*c, *spare])
-            # Second reduction: the norm of the collapsed row.
-#: if plan.lane_map.merges
-            square = sum_warp(cutlass.select_(counts, square_sum(c), Float32(0.0)))
-#: else
-            square = sum_warp(square_sum(c))
-#: endif
-#: endif
             if lane == 0:
                 squares[index, warp] = square
         cute.arch.sync_threads()
@@ -546,6 +724,7 @@ class GroupedBoundary:
             ptx.store_peer(place, pair % self.cluster_size, block_square)
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
+#: endif
 
         output = cute.recast_tensor(layer_input, Uint32)
 #: if plan.trips > 1
@@ -561,15 +740,25 @@ class GroupedBoundary:
 #: else
             first_word = fragment * FRAGMENT_WORDS + stream * LANE_WORDS
 #: endif
+#: if plan.norm_weight != "none"
             norm_share = [norm_words[first_word + word] for word in range(LANE_WORDS)]
+#: endif
             place = own_stash + (trip * self.group + index) * STASH_TOKEN
             c = ptx.load_shared(place)[:LANE_WORDS]
 #: else
         for index in cutlass.range(count):
             c = ptx.load_shared(own_stash + index * STASH_TOKEN)[:LANE_WORDS]
 #: endif
-            squares_sum = sum_row(norms[index, None], self.cluster_size)
-            normalized = normalize(c, squares_sum, norm_share)
+#: if plan.delayed
+            norm_square = sum_row(sums[index, NORM_SQUARES, None], self.cluster_size)
+#: else
+            norm_square = sum_row(norms[index, None], self.cluster_size)
+#: endif
+#: if plan.norm_weight == "none"
+            normalized = normalize(c, norm_square)
+#: else
+            normalized = normalize(c, norm_square, norm_share)
+#: endif
 #: if plan.stores_if
             if «plan.stores_if»:
                 for word in cutlass.range_constexpr(LANE_WORDS):

@@ -1,4 +1,8 @@
+#: if plan.delayed
+"""Mixes: pre-mix, post-mix and Sinkhorn-normalized residual mix of the next boundary.
+#: else
 """Mixes: the post-mix and the Sinkhorn-normalized residual mix of the next boundary.
+#: endif
 
 They feed only the next boundary, so this kernel runs on a side stream beside the next
 sublayer.
@@ -10,7 +14,11 @@ from cutlass import Float32, cute
 from . import ptx
 from .constants import HC, HC_EPS, MIX, POST_MULT, SINKHORN_ITERS
 from .signature import given_stream, tensor
+#: if plan.delayed
+from .steps import LOG2_E, pre_mix, sigmoid
+#: else
 from .steps import LOG2_E, sigmoid
+#: endif
 
 THREADS = 32
 
@@ -52,6 +60,9 @@ class Mixes:
             tensor(Float32, MIX),
             tensor(Float32, tokens, HC, 1),
             tensor(Float32, tokens, HC, HC),
+#: if plan.delayed
+            tensor(Float32, tokens, HC),
+#: endif
             given_stream(),
         )
 
@@ -63,11 +74,18 @@ class Mixes:
         base: cute.Tensor,  # [MIX] FP32
         post: cute.Tensor,  # [M, HC, 1] FP32, out
         comb: cute.Tensor,  # [M, HC, HC] FP32, out
+#: if plan.delayed
+        pre: cute.Tensor,  # [M, HC] FP32, out
+#: endif
         stream,
     ):
         """Launches the kernel."""
         blocks = (mix.shape[0] + THREADS - 1) // THREADS
+#: if plan.delayed
+        self.kernel(mix, scale, base, post, comb, pre).launch(
+#: else
         self.kernel(mix, scale, base, post, comb).launch(
+#: endif
             grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
@@ -79,10 +97,23 @@ class Mixes:
         base: cute.Tensor,
         post: cute.Tensor,
         comb: cute.Tensor,
+#: if plan.delayed
+        pre: cute.Tensor,
+#: endif
     ):
+#: if plan.delayed
+        """Takes one token through steps 4, 6 and 7."""
+#: else
         """Takes one token through steps 6 and 7."""
+#: endif
         token = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
         if token < mix.shape[0]:
+#: if plan.delayed
+            # Step 4, for the next boundary.
+            for stream in cutlass.range_constexpr(HC):
+                pre[token, stream] = pre_mix(mix[token, stream], scale[0], base[stream])
+
+#: endif
             # Step 6: post = post_mult * sigmoid(mix*scale + base).
             for stream in cutlass.range_constexpr(HC):
                 logit = ptx.fma(mix[token, HC + stream], scale[1], base[HC + stream])

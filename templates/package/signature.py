@@ -1,9 +1,9 @@
 """Compile-time stand-ins for kernel arguments, and what moved between DSL releases."""
 
 #: if plan.tp > 1
-from cutlass import BFloat16, Float32, Int32, cute
+from cutlass import «plan.tensor_types», Int32, cute
 #: else
-from cutlass import BFloat16, Float32, cute
+from cutlass import «plan.tensor_types», cute
 #: endif
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
@@ -47,21 +47,30 @@ def boundary_arguments():
     """Stand-ins for the arguments of a boundary, in order."""
     tokens = cute.sym_int32()
     return (
-        tensor(BFloat16, tokens, HC, HIDDEN),
+        tensor(«plan.activation_type», tokens, HC, HIDDEN),
         tensor(Float32, tokens, HC, 1),
         tensor(Float32, tokens, HC, HC),
-        tensor(BFloat16, MIX, HC * HIDDEN),
+        tensor(«plan.fn_type», MIX, HC * HIDDEN),
+#: if plan.delayed
+        tensor(Float32, tokens, HC),
+#: else
         tensor(Float32, 3),
         tensor(Float32, MIX),
-        tensor(BFloat16, HIDDEN),
+#: endif
+#: if plan.norm_weight != "none"
+        tensor(«plan.activation_type», HIDDEN),
+#: endif
 #: if plan.tp > 1
-        tensor(BFloat16, GENERATIONS, TP, CAPACITY, HIDDEN),
+        tensor(«plan.activation_type», GENERATIONS, TP, CAPACITY, HIDDEN),
         tensor(Int32, 2),
 #: else
-        tensor(BFloat16, tokens, HIDDEN),
+        tensor(«plan.activation_type», tokens, HIDDEN),
 #: endif
-        tensor(BFloat16, tokens, HC, HIDDEN),
+        tensor(«plan.activation_type», tokens, HC, HIDDEN),
         tensor(Float32, tokens, MIX),
-        tensor(BFloat16, tokens, HIDDEN),
+        tensor(«plan.activation_type», tokens, HIDDEN),
+#: if plan.stream_mean
+        tensor(«plan.activation_type», tokens, HIDDEN),
+#: endif
         current_stream(),
     )
