@@ -475,7 +475,7 @@ class GroupedBoundary:
         warp_stash = stash.toint() + warp * (TRIPS * self.group * STASH_TOKEN)
         own_stash = warp_stash + stream * STASH_STREAM + lane // HC * FRAGMENT_BYTES
         for item in cutlass.range(count * TRIPS):
-            trip, index = item // count, item % count
+            index, trip = item // TRIPS, item % TRIPS
             token = first + index
             fragment = first_fragment + trip * (self.threads // HC)
 #: if plan.idle_lanes
@@ -729,7 +729,7 @@ class GroupedBoundary:
         output = cute.recast_tensor(layer_input, Uint32)
 #: if plan.trips > 1
         for item in cutlass.range(count * TRIPS):
-            trip, index = item // count, item % count
+            index, trip = item // TRIPS, item % TRIPS
             fragment = first_fragment + trip * (self.threads // HC)
 #: if plan.idle_lanes
             own = fragment < FRAGMENTS
