@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 from mhcgen.architecture import (
     ARCHITECTURES,
@@ -33,6 +33,8 @@ GENERATIONS = 3
 LOCAL = "local"  # the transport of one rank alone
 PUBLISH_THREADS = 128
 MAX_FN_AHEAD = 6  # octets of fn in flight while the projection reads it from L2
+MBARRIER_BYTES = 8
+MOST_AT_ONCE = 5  # fragments whose arrival a thread awaits together
 FEWEST_TOKENS = 4  # tokens a cluster that fn must leave room for in shared memory
 TRIPS = (1, 2, 4, 8, 16, 32)  # what the plan picks from
 TOKEN_GROUPS = (1, 2, 3, 4, 5, 8, 12, 16)  # what the plan picks from
@@ -48,6 +50,7 @@ PROJECTION_REGISTERS = 40
 FMA_REGISTERS = 80
 
 FnHome = Literal["registers", "shared", "global"]
+FN_HOMES: tuple[FnHome, ...] = get_args(FnHome)
 Projection = Literal["tensor_cores", "fma"]
 DSL_TYPES = {"bf16": "BFloat16", "fp16": "Float16", "fp32": "Float32"}
 ENDS_THREADS = 128  # of a block of the entry or the exit
@@ -61,26 +64,18 @@ class Design:
         trips: Shares of a row that each warp takes one after another.
         fn_home: Where a block keeps its part of fn from its start on: in registers, in
             shared memory, or nowhere, so that the projection reads it from L2.
-        prefetch: Whether the next token's rows are in flight while one is in work.
     """
 
     trips: int
     fn_home: FnHome
-    prefetch: bool
 
 
 DESIGNS = tuple(
-    Design(trips, fn_home, prefetch)
+    Design(trips, fn_home)
     for trips in TRIPS
-    for fn_home, prefetch in (
-        ("registers", True),
-        ("shared", True),
-        ("shared", False),
-        ("global", True),
-        ("global", False),
-    )
-    # fn of several shares does not fit, and the loop over them has no room for more.
-    if trips == 1 or (fn_home != "registers" and not prefetch)
+    for fn_home in FN_HOMES
+    # fn of several shares does not fit.
+    if trips == 1 or fn_home != "registers"
 )
 """What the plan picks from: the first that every target can run."""
 
@@ -92,10 +87,15 @@ class TokenGroup:
     Attributes:
         max_tokens: The largest M that this row serves.
         group: Tokens that one cluster takes together.
+        at_once: Fragments that a thread takes at once, of all those of its tokens.
+        launches: 1 where the boundary publishes itself, 2 where a launch before it
+            does, or where there is nothing to publish.
     """
 
     max_tokens: int
     group: int
+    at_once: int
+    launches: int
 
 
 @dataclass(frozen=True)
@@ -222,6 +222,11 @@ class TargetPlan:
         return self.warps * self.plan.trips * self.plan.fragments_per_warp
 
     @property
+    def launched_threads(self) -> int:
+        """Threads of a boundary block with those of its mixes."""
+        return self.threads + WARP * self.plan.tail
+
+    @property
     def idle_lanes(self) -> bool:
         """Whether some lanes of a cluster have no fragment."""
         return self.cluster_size * self.fragments_per_block > self.plan.fragments
@@ -229,18 +234,21 @@ class TargetPlan:
     @property
     def register_limit(self) -> int:
         """Registers that a boundary thread may use with one block a multiprocessor."""
-        return register_limit(self.threads)
+        return register_limit(self.launched_threads)
 
     def shared_bytes(self, group: int) -> int:
         """Shared memory of one boundary block that takes ``group`` tokens."""
         plan = self.plan
         stages = (
-            self.fn_bytes,
+            group * (plan.last_sum + 1) * self.cluster_size * 4,  # sums of the blocks
+            0 if plan.delayed else group * self.cluster_size * 4,  # their squares
+            2 * MBARRIER_BYTES,
+            group * plan.mix * 4 if plan.tail else 0,  # logits of the mixes
             self.warps * plan.trips * group * plan.stash_token_bytes,
+            group * plan.token_weights * 4,
             self.warps * group * plan.sums_stride * 4,  # partial sums
-            group * plan.sum_rows * self.cluster_size * 4,  # sums of the blocks
-            group * self.warps * 4,  # squares of the warps
-            group * self.cluster_size * 4,  # squares of the blocks
+            0 if plan.delayed else group * self.warps * 4,  # squares of the warps
+            self.fn_bytes,
         )
         return sum(aligned(stage, FRAGMENT_BYTES) for stage in stages)
 
@@ -256,6 +264,12 @@ class TargetPlan:
         """The distinct token groups, rising."""
         return tuple(sorted({row.group for row in self.token_groups}))
 
+    @property
+    def publishing_groups(self) -> tuple[int, ...]:
+        """The distinct token groups of boundaries that publish themselves, rising."""
+        rows = self.token_groups if self.plan.tp > 1 else ()
+        return tuple(sorted({row.group for row in rows if row.launches == 1}))
+
     def token_group(self, tokens: int) -> TokenGroup:
         """The dispatch row for a call of ``tokens`` tokens (1 to the capacity)."""
         for row in self.token_groups:
@@ -269,29 +283,39 @@ class TargetPlan:
         grid = (plan.publish_blocks, tokens, 1)
         return Launch("publish", grid, plan.publish_threads, 1, 0)
 
-    def boundary_launch(self, tokens: int) -> Launch:
-        """The launch of the boundary of ``tokens`` tokens."""
+    def boundary_launch(self, tokens: int, publishes: str | None = None) -> Launch:
+        """The launch of the boundary of ``tokens`` tokens.
+
+        Args:
+            tokens: M.
+            publishes: The transport of its own publish, or None.
+        """
         group = self.token_group(tokens).group
         return Launch(
-            self.plan.boundary_name(group),
+            self.plan.boundary_name(group, publishes),
             (self.cluster_size, -(-tokens // group), 1),
-            self.threads,
+            self.launched_threads,
             self.cluster_size,
             self.shared_bytes(group),
         )
 
     def mixes_launch(self, tokens: int) -> Launch:
-        """The launch of the mixes of ``tokens`` tokens."""
+        """The launch of the mixes of ``tokens`` tokens, where they have their own."""
         grid = (-(-tokens // MIXES_THREADS), 1, 1)
         return Launch("mixes", grid, MIXES_THREADS, 1, 0)
 
     def launches(self, tokens: int) -> tuple[Launch, ...]:
-        """The launches of one boundary call, in order: publish, boundary, mixes.
+        """The launches of one boundary call, in order.
 
         One rank alone has nothing to publish.
         """
-        publish = (self.publish_launch(tokens),) if self.plan.tp > 1 else ()
-        return (*publish, self.boundary_launch(tokens), self.mixes_launch(tokens))
+        mixes = () if self.plan.tail else (self.mixes_launch(tokens),)
+        if self.plan.tp == 1:
+            return (self.boundary_launch(tokens), *mixes)
+        if self.token_group(tokens).launches == 1:
+            transport = self.plan.transports[0]
+            return (self.boundary_launch(tokens, transport), *mixes)
+        return (self.publish_launch(tokens), self.boundary_launch(tokens), *mixes)
 
 
 @dataclass(frozen=True)
@@ -363,6 +387,39 @@ class Plan:
         return DSL_TYPES[self.spec.precision.activation]
 
     @property
+    def act(self) -> str:
+        """The function that rounds to the activations' type, in docstrings."""
+        return self.spec.precision.activation
+
+    @property
+    def pair_type(self) -> str:
+        """PTX's name of two activations in a word."""
+        return {"bf16": "bf16x2", "fp16": "f16x2"}[self.spec.precision.activation]
+
+    @property
+    def tensor_types(self) -> str:
+        """The types of a boundary's tensors, as the DSL names them."""
+        return ", ".join(sorted({self.activation_type, self.fn_type, "Float32"}))
+
+    @property
+    def exit_types(self) -> str:
+        """What the exit's module takes from the DSL beside ``cute``."""
+        heads = {self.fn_type} if self.exit_by == "sigmoid" else set()
+        mailbox = {"Int32", "Uint32"} if self.tp > 1 else set()
+        names = {self.activation_type, "Float32", "Int64"} | heads | mailbox
+        return ", ".join(sorted(names))
+
+    @property
+    def first_reduction(self) -> str:
+        """What the reduction of the mixes is called where a second one follows."""
+        return "The reduction" if self.delayed else "First reduction"
+
+    @property
+    def projection_means(self) -> str:
+        """How the projection sums over a warp, in comments."""
+        return "by shuffles" if self.projection == "fma" else "on tensor cores"
+
+    @property
     def fn_weight(self) -> str:
         """The name of fn's type, in comments."""
         return self.spec.precision.fn_weight.upper()
@@ -403,15 +460,73 @@ class Plan:
         return self.spec.ends.entry or self.exit_by is not None
 
     @property
+    def multiplies_rows(self) -> bool:
+        """Whether a kernel multiplies rows of fn by FMA."""
+        heads = self.spec.ends.entry or self.exit_by == "sigmoid"
+        return heads or self.projection == "fma"
+
+    @property
     def ends_cluster(self) -> int:
         """Blocks of a cluster of the entry and of the exit."""
         whole = self.fragments // ENDS_THREADS
         return min(PORTABLE_CLUSTER, 1 << max(0, whole.bit_length() - 1))
 
     @property
-    def ends_fragments(self) -> int:
-        """Fragments of a row that one thread of the entry or the exit takes at most."""
-        return -(-self.fragments // (self.ends_cluster * ENDS_THREADS))
+    def ends_threads(self) -> int:
+        """Threads of a block of the entry and of the exit."""
+        return ENDS_THREADS
+
+    @property
+    def ends_warps(self) -> int:
+        """Warps of such a block."""
+        return ENDS_THREADS // WARP
+
+    @property
+    def ends_stride(self) -> int:
+        """Fragments that a cluster of the entry or the exit takes in a turn."""
+        return self.ends_cluster * ENDS_THREADS
+
+    @property
+    def ends_turns(self) -> int:
+        """Turns that a row takes, the last perhaps in part."""
+        return -(-self.fragments // self.ends_stride)
+
+    @property
+    def exit_sums(self) -> int:
+        """Sums that the exit takes before the collapse; none without a head."""
+        return self.hc + 1 if self.exit_by == "sigmoid" else 0
+
+    def ends_shared_bytes(self, sums: int, stash_fragments: int) -> int:
+        """Shared memory of a block of the entry or the exit.
+
+        Args:
+            sums: Values that the cluster sums before the norm's squares.
+            stash_fragments: Fragments that a thread keeps.
+        """
+        stages = (
+            stash_fragments * ENDS_THREADS * FRAGMENT_BYTES,
+            *(
+                part
+                for count in (sums, 1)
+                for part in (count * self.ends_warps * 4, count * self.ends_cluster * 4)
+            ),
+        )
+        return sum(aligned(stage, FRAGMENT_BYTES) for stage in stages)
+
+    def ends_launches(self, tokens: int) -> dict[str, Launch]:
+        """The launches of the entry and of the exit, by kernel."""
+        grid = (self.ends_cluster, tokens, 1)
+        shared_bytes = {}
+        if self.spec.ends.entry:
+            shared_bytes["entry"] = self.ends_shared_bytes(self.mix + 1, 0)
+        if self.exit_by is not None:
+            streams = self.hc if self.exit_by == "sigmoid" else 1
+            stash = streams * self.ends_turns
+            shared_bytes["exit"] = self.ends_shared_bytes(self.exit_sums, stash)
+        return {
+            name: Launch(name, grid, ENDS_THREADS, self.ends_cluster, size)
+            for name, size in shared_bytes.items()
+        }
 
     @property
     def tp(self) -> int:
@@ -453,15 +568,35 @@ class Plan:
         return self.design.fn_home
 
     @property
-    def prefetch(self) -> bool:
-        """Whether the next token's rows are in flight while one is in work."""
-        return self.design.prefetch
+    def tail(self) -> bool:
+        """Whether a warp of each boundary computes the mixes."""
+        return self.spec.mixes == "tail"
 
-    def boundary_name(self, group: int) -> str:
+    def boundary_name(self, group: int, publishes: str | None = None) -> str:
         """The name of the boundary kernel that takes ``group`` tokens a cluster."""
-        if group == 1 and self.trips == 1:
-            return "boundary"
-        return f"grouped_boundary_{group}"
+        return f"boundary_{group}_{publishes}" if publishes else f"boundary_{group}"
+
+    def destinations(self, transport: str) -> int:
+        """Addresses that a transport stores each fragment to."""
+        return 1 if transport == "multicast" else self.tp
+
+    @property
+    def token_weights(self) -> int:
+        """Mixes that weigh a token's streams: post and comb, and a carried pre-mix."""
+        return self.hc * (1 + self.hc + self.delayed)
+
+    @property
+    def shared_sums(self) -> int:
+        """Sums of a token that every block of a cluster takes.
+
+        They are the pre-mix and the square sum; with a carried pre-mix, two squares.
+        """
+        return 2 if self.delayed else self.hc + 1
+
+    @property
+    def own_sums(self) -> int:
+        """Sums of a token that only the block of its mixes takes."""
+        return self.mix if self.delayed else self.mix - self.hc
 
     @property
     def publish_threads(self) -> int:
@@ -493,23 +628,6 @@ class Plan:
         """Whether some lanes of a boundary have no fragment, on any target."""
         return any(target.idle_lanes for target in self.targets)
 
-    @cached_property
-    def grouped(self) -> bool:
-        """Whether any boundary kernel takes its tokens one after another."""
-        groups = {group for target in self.targets for group in target.groups}
-        return groups != {1} or self.trips > 1
-
-    @cached_property
-    def single(self) -> bool:
-        """Whether there is a boundary kernel for one token a cluster."""
-        return self.trips == 1 and any(1 in target.groups for target in self.targets)
-
-    @property
-    def stores_if(self) -> str:
-        """Which lanes store their share of the layer input; empty where all do."""
-        conditions = {"own": self.idle_lanes, "counts": bool(self.lane_map.merges)}
-        return " and ".join(name for name, is_needed in conditions.items() if is_needed)
-
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's residual streams."""
@@ -524,6 +642,16 @@ class Plan:
     def fn_stream_bytes(self) -> int:
         """Bytes of one stream's part of a row of fn."""
         return self.hidden * 2 * self.fn_halves
+
+    @property
+    def fn_fragment_bytes(self) -> int:
+        """Bytes of eight elements of fn."""
+        return FRAGMENT_BYTES * self.fn_halves
+
+    @property
+    def fn_trip_bytes(self) -> int:
+        """Bytes of fn that one thread multiplies with in a trip."""
+        return self.fn_fragments * FRAGMENT_BYTES // self.trips
 
     @property
     def fn_rows(self) -> int:
@@ -589,19 +717,9 @@ class Plan:
         return self.squares + self.delayed
 
     @property
-    def last_sum_name(self) -> str:
-        """The constant of that place."""
-        return "NORM_SQUARES" if self.delayed else "SQUARES"
-
-    @property
     def sum_tiles(self) -> int:
         """Warps' worth of sums that the projection reduces one after another."""
         return -(-(self.squares + 1) // WARP)
-
-    @property
-    def sum_rows(self) -> int:
-        """Places of a token's sums in the exchange of a cluster, whole warps."""
-        return aligned(self.last_sum + 1, WARP)
 
     @property
     def sums_stride(self) -> int:
@@ -758,17 +876,27 @@ def model_problems(plan: Plan) -> list[Problem]:
     return problems
 
 
-def boundary_registers(plan: Plan) -> int:
+def boundary_registers(plan: Plan, at_once: int = 1) -> int:
     """Registers that a boundary's thread needs for the tokens' rows.
 
-    It holds its part of fn, if that is at home there, and the inputs of a token; with
-    prefetch, those of the next one too. The boundary of one token needs fewer.
+    It holds its part of fn, if that is at home there, and the arrived fragments that
+    it takes at once.
     """
     fn = plan.fn_fragments * FRAGMENT_WORDS if plan.fn_home == "registers" else 0
-    fragments = plan.lane_map.polls + plan.hc
-    weights = 1 + plan.hc
-    tokens = 2 if plan.prefetch else 1
-    return fn + tokens * (fragments * FRAGMENT_WORDS + weights) + WORKING_REGISTERS
+    return fn + at_once * plan.lane_map.polls * FRAGMENT_WORDS + WORKING_REGISTERS
+
+
+def fragments_at_once(plan: Plan, group: int, limit: int) -> int:
+    """Fragments that a thread takes at once, of those of its ``group`` tokens.
+
+    As many as registers allow, and about as many each time.
+    """
+    items = group * plan.trips
+    most = max(
+        (n for n in range(1, MOST_AT_ONCE + 1) if boundary_registers(plan, n) <= limit),
+        default=1,
+    )
+    return -(-items // -(-items // most))
 
 
 def projection_registers(plan: Plan, group: int) -> int:
@@ -803,7 +931,8 @@ def group_fault(target: TargetPlan, group: int) -> str | None:
     if registers > target.register_limit:
         return (
             f"to project a group of {tokens} takes about {registers} registers a "
-            f"thread; {target.threads} threads a block leave {target.register_limit}"
+            f"thread; {target.launched_threads} threads a block leave "
+            f"{target.register_limit}"
         )
     return None
 
@@ -818,16 +947,16 @@ def cluster_fault(
             "blocks"
         )
     target = TargetPlan(plan, architecture, cluster_size, "", (), "")
-    if target.threads > MAX_THREADS_PER_BLOCK:
+    if target.launched_threads > MAX_THREADS_PER_BLOCK:
         return (
-            f"a block would need {target.threads} threads; the limit is "
+            f"a block would need {target.launched_threads} threads; the limit is "
             f"{MAX_THREADS_PER_BLOCK}"
         )
     needed = boundary_registers(plan)
     if needed > target.register_limit:
         return (
-            f"{target.threads} threads a block leave {target.register_limit} registers "
-            f"a thread, and the boundary needs about {needed}"
+            f"{target.launched_threads} threads a block leave {target.register_limit} "
+            f"registers a thread, and the boundary needs about {needed}"
         )
     # With fn in shared memory, little room for tokens is a bad bargain.
     fewest = min(FEWEST_TOKENS, plan.capacity) if plan.fn_home == "shared" else 1
@@ -867,9 +996,34 @@ def choose_token_groups(target: TargetPlan) -> Iterator[TokenGroup]:
     groups = [group for group in TOKEN_GROUPS if group_fault(target, group) is None]
     for group in groups:
         served = capacity if group == groups[-1] else min(wave * group, capacity)
-        yield TokenGroup(served, group)
+        yield plan_group(target, served, group, None)
         if served == capacity:
             return
+
+
+def plan_group(
+    target: TargetPlan, max_tokens: int, group: int, launches: int | None
+) -> TokenGroup:
+    """One row of a dispatch table."""
+    plan = target.plan
+    if launches is None:
+        launches = 1 if launches_fault(target, max_tokens, group) is None else 2
+    at_once = fragments_at_once(plan, group, target.register_limit)
+    return TokenGroup(max_tokens, group, at_once, launches)
+
+
+def launches_fault(target: TargetPlan, max_tokens: int, group: int) -> str | None:
+    """Why a boundary cannot publish itself, or None where it can.
+
+    Its blocks wait for those of other ranks, so all must run at once everywhere.
+    """
+    clusters = -(-max_tokens // group)
+    wave = clusters_at_once(target.architecture, target.cluster_size)
+    if target.plan.tp == 1:
+        return "one rank has nothing to publish"
+    if clusters > wave:
+        return f"{clusters} clusters would have to run at once, and about {wave} do"
+    return None
 
 
 def clusters_at_once(architecture: Architecture, cluster_size: int) -> int:
@@ -909,6 +1063,17 @@ def target_problems(
     problems = []
     planned = plan_target(plan, architecture, target)
     for index, row in enumerate(target.token_groups or ()):
+        if row.launches == 1:
+            fault = launches_fault(planned, row.max_tokens, row.group)
+            if fault is not None:
+                problems.append(
+                    Problem(
+                        (*key, "token_groups", index, "launches"),
+                        fault,
+                        given="1",
+                        allowed="2",
+                    )
+                )
         fault = group_fault(planned, row.group)
         if fault is not None:
             fits = max(
@@ -952,7 +1117,8 @@ def plan_target(plan: Plan, architecture: Architecture, target: Target) -> Targe
         )
     else:
         token_groups = tuple(
-            TokenGroup(row.max_tokens, row.group) for row in target.token_groups
+            plan_group(planned, row.max_tokens, row.group, row.launches)
+            for row in target.token_groups
         )
         groups_reason = "from the spec"
     return replace(planned, token_groups=token_groups, groups_reason=groups_reason)

@@ -36,9 +36,12 @@ PTX_DOCSTRING = (
 )
 
 EMITTED_IF: dict[PurePosixPath, Callable[[Plan], bool]] = {
-    PurePosixPath("boundary.py"): lambda plan: plan.single,
     PurePosixPath("finalize.py"): lambda plan: plan.spec.moe is not None,
-    PurePosixPath("grouped_boundary.py"): lambda plan: plan.grouped,
+    PurePosixPath("ends.py"): lambda plan: plan.ends,
+    PurePosixPath("entry.py"): lambda plan: plan.spec.ends.entry,
+    PurePosixPath("exit.py"): lambda plan: plan.exit_by is not None,
+    PurePosixPath("fn_rows.py"): lambda plan: plan.multiplies_rows,
+    PurePosixPath("projection_fma.py"): lambda plan: plan.projection == "fma",
     PurePosixPath("publish.py"): lambda plan: plan.tp > 1,
 }
 """When a template is emitted; those that are not named here always are."""
@@ -107,7 +110,11 @@ def resolved(plan: Plan) -> Spec:
         target.arch: {
             "cluster_size": target.cluster_size,
             "token_groups": [
-                {"max_tokens": row.max_tokens, "group": row.group}
+                {
+                    "max_tokens": row.max_tokens,
+                    "group": row.group,
+                    **({"launches": row.launches} if plan.tp > 1 else {}),
+                }
                 for row in target.token_groups
             ],
         }
@@ -166,11 +173,23 @@ def kernel_rows(target: TargetPlan) -> tuple[KernelRow, ...]:
                 suffix = "_shared" if shared else ""
                 names.append(f"finalize_{dtype}{suffix}_{transport}")
         rows += [KernelRow(name, 1, plan.publish_threads, 0) for name in names]
-    for group in target.groups:
-        size, shared_bytes = target.cluster_size, target.shared_bytes(group)
-        name = plan.boundary_name(group)
-        rows.append(KernelRow(name, size, target.threads, shared_bytes, group))
-    rows.append(KernelRow("mixes", 1, MIXES_THREADS, 0))
+    size, threads = target.cluster_size, target.launched_threads
+    names = [(plan.boundary_name(group), group) for group in target.groups]
+    names += [
+        (plan.boundary_name(group, transport), group)
+        for group in target.publishing_groups
+        for transport in plan.transports
+    ]
+    rows += [
+        KernelRow(name, size, threads, target.shared_bytes(group), group)
+        for name, group in names
+    ]
+    if not plan.tail:
+        rows.append(KernelRow("mixes", 1, MIXES_THREADS, 0))
+    rows += [
+        KernelRow(name, launch.cluster, launch.block, launch.shared_bytes)
+        for name, launch in plan.ends_launches(1).items()
+    ]
     return tuple(rows)
 
 
@@ -379,7 +398,7 @@ def formatted(files: Files) -> Files:
         for path in modules:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(files[path], "utf-8", newline="\n")
-        _ruff(folder, "check", "--select=I", "--fix")
+        _ruff(folder, "check", "--select=I,F401", "--fix")
         _ruff(folder, "format")
         return files | {path: (folder / path).read_text("utf-8") for path in modules}
 

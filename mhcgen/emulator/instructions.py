@@ -581,7 +581,11 @@ def _move(
     (kind,) = parts
     target, source = operands
     if kind == PREDICATE:
-        slot, read = _predicate_slot(target), _predicate(source)
+        slot = _predicate_slot(target)
+        if isinstance(source, Immediate):
+            value = np.array(source.value != 0)
+            return lambda frame: frame.write(slot, value)
+        read = _predicate(source)
         return lambda frame: frame.write(slot, read(frame).copy())
     if isinstance(target, Vector):
         return _unpack(kind, target, source)
@@ -625,6 +629,10 @@ def _convert(
                 operands,
                 ("f32",),
             )
+        case ["f32", "f16"]:
+            return _elementwise(arithmetic.from_f16, "f32", operands, ("f16",))
+        case ["rn", "f16x2", "f32"]:
+            return _elementwise(arithmetic.pack_f16x2, "b32", operands, ("f32", "f32"))
         case ["rn", "bf16x2", "f32"]:
             return _elementwise(arithmetic.pack_bf16x2, "b32", operands, ("f32", "f32"))
         case ["rn", "f32", kind] if kind in ("s32", "u32"):

@@ -596,7 +596,9 @@ class Machine:
         left = []
         for threads, addresses, values in self._copies:
             now = np.isin(threads, waiting)
-            self.shared.store(self.block_of[threads[now]], addresses[now], values[now])
+            if now.any():
+                blocks = self.block_of[threads[now]]
+                self.shared.store(blocks, addresses[now], values[now])
             if not now.all():
                 left.append((threads[~now], addresses[~now], values[~now]))
         self._copies = left

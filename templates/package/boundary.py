@@ -14,7 +14,9 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from . import ptx
 from .constants import (
     FN_BYTES,
+    FN_FRAGMENT_BYTES,
     FN_ROW_BYTES,
+    FN_STREAM_BYTES,
     FRAGMENT_BYTES,
     FRAGMENT_WORDS,
     FRAGMENTS,
@@ -25,6 +27,7 @@ from .constants import (
     LANE_WORDS,
     LAST_SUM,
     MIX,
+    NORM_SQUARES,
     OWN_SUMS,
     POLLS,
     ROW_BYTES,
@@ -41,25 +44,33 @@ from .constants import (
     WORD_LANES,
 )
 from .mixes import store_mixes
+#: if plan.projection == "fma"
+from .projection_fma import copy_projection, load_projection, project, store_sums
+#: else
+from .steps import (
+    copy_projection,
+    load_projection,
+    project,
+    read_projection,
+    store_sums,
+    stream_projection,
+)
+#: endif
 from .signature import SmemAllocator, boundary_arguments
 from .steps import (
     FLOAT_BYTES,
+    SENTINEL_PAIR,
     collapse,
-    copy_projection,
     load_arrivals,
-    load_projection,
     normalize,
     poll_ranks,
     post_mix,
     pre_mix,
-    project,
-    read_projection,
     row_major,
     row_rstd,
     sanitize,
     square_sum,
-    store_sums,
-    stream_projection,
+    stream_means,
     sum_peers,
     sum_ranks,
     sum_row,
@@ -69,9 +80,13 @@ from .steps import (
     zero_unless,
 )
 
+#: if plan.delayed
+WEIGHTS = HC + HC * HC + HC  # of a token: its post-mix, residual mix and pre-mix
+#: else
 WEIGHTS = HC + HC * HC  # of a token: its post-mix, then its residual mix
+#: endif
 #: if plan.tp > 1
-SENTINELS = [0x80008000] * FRAGMENT_WORDS
+SENTINELS = [SENTINEL_PAIR] * FRAGMENT_WORDS
 #: endif
 
 
@@ -112,31 +127,42 @@ class Boundary:
     def __call__(
         self,
 #: if plan.tp > 1
-        x: cute.Tensor | None,  # [M, HIDDEN] BF16, this rank's partial rows
+        x: cute.Tensor | None,  # [M, HIDDEN] «plan.activation», this rank's partial rows
         mailboxes: cute.Tensor | None,  # [destinations] addresses of mailboxes
         rank: Int32,
 #: else
-        x: cute.Tensor,  # [M, HIDDEN] BF16
+        x: cute.Tensor,  # [M, HIDDEN] «plan.activation»
 #: endif
-        residual: cute.Tensor,  # [M, HC, HIDDEN] BF16
+        residual: cute.Tensor,  # [M, HC, HIDDEN] «plan.activation»
         post: cute.Tensor,  # [M, HC, 1] FP32
         comb: cute.Tensor,  # [M, HC, HC] FP32, [source, target]
-        fn: cute.Tensor,  # [MIX, HC * HIDDEN] BF16
+#: if plan.delayed
+        pre: cute.Tensor,  # [M, HC] FP32
+#: endif
+        fn: cute.Tensor,  # [MIX, HC * HIDDEN] «plan.fn_weight»
         scale: cute.Tensor,  # [3] FP32
         base: cute.Tensor,  # [MIX] FP32
-        norm_weight: cute.Tensor,  # [HIDDEN] BF16
+#: if plan.norm_weight != "none"
+        norm_weight: cute.Tensor,  # [HIDDEN] «plan.activation»
+#: endif
 #: if plan.tp > 1
-        mailbox: cute.Tensor,  # [GENERATIONS, TP, CAPACITY, HIDDEN] BF16
+        mailbox: cute.Tensor,  # [GENERATIONS, TP, CAPACITY, HIDDEN] «plan.activation»
         state: cute.Tensor,  # [2] generation, arrivals
 #: endif
-        new_residual: cute.Tensor,  # [M, HC, HIDDEN] BF16, out
+        new_residual: cute.Tensor,  # [M, HC, HIDDEN] «plan.activation», out
 #: if plan.tail
         new_post: cute.Tensor,  # [M, HC, 1] FP32, out
         new_comb: cute.Tensor,  # [M, HC, HC] FP32, out
+#: if plan.delayed
+        new_pre: cute.Tensor,  # [M, HC] FP32, out
+#: endif
 #: else
         mix: cute.Tensor,  # [M, MIX] FP32, out
 #: endif
-        layer_input: cute.Tensor,  # [M, HIDDEN] BF16, out
+        layer_input: cute.Tensor,  # [M, HIDDEN] «plan.activation», out
+#: if plan.stream_mean
+        stream_mean: cute.Tensor,  # [M, HIDDEN] «plan.activation», out
+#: endif
         stream,
     ):
         """Launches the kernel."""
@@ -149,10 +175,15 @@ class Boundary:
             residual,
             post,
             comb,
+#: if plan.delayed
+            pre,
+#: endif
             fn,
             scale,
             base,
+#: if plan.norm_weight != "none"
             norm_weight,
+#: endif
 #: if plan.tp > 1
             mailbox,
             state,
@@ -161,10 +192,16 @@ class Boundary:
 #: if plan.tail
             new_post,
             new_comb,
+#: if plan.delayed
+            new_pre,
+#: endif
 #: else
             mix,
 #: endif
             layer_input,
+#: if plan.stream_mean
+            stream_mean,
+#: endif
         ).launch(
             grid=[
                 self.cluster_size,
@@ -195,10 +232,15 @@ class Boundary:
         residual: cute.Tensor,
         post: cute.Tensor,
         comb: cute.Tensor,
+#: if plan.delayed
+        pre: cute.Tensor,
+#: endif
         fn: cute.Tensor,
         scale: cute.Tensor,
         base: cute.Tensor,
+#: if plan.norm_weight != "none"
         norm_weight: cute.Tensor,
+#: endif
 #: if plan.tp > 1
         mailbox: cute.Tensor,
         state: cute.Tensor,
@@ -207,10 +249,16 @@ class Boundary:
 #: if plan.tail
         new_post: cute.Tensor,
         new_comb: cute.Tensor,
+#: if plan.delayed
+        new_pre: cute.Tensor,
+#: endif
 #: else
         mix: cute.Tensor,
 #: endif
         layer_input: cute.Tensor,
+#: if plan.stream_mean
+        stream_mean: cute.Tensor,
+#: endif
     ):
         """Takes a group of tokens through steps 1 to 5«", and one warp on to 7" if plan.tail else ""»."""
         cute.arch.griddepcontrol_launch_dependents()
@@ -223,19 +271,28 @@ class Boundary:
         sums = memory.allocate_tensor(
             Float32, row_major(self.group, LAST_SUM + 1, self.cluster_size), 16
         )
+#: if not plan.delayed
         norms = memory.allocate_tensor(
             Float32, row_major(self.group, self.cluster_size), 16
         )
+#: endif
         arrived = memory.allocate(16, 16).toint()
         if thread == 0:
+#: if plan.delayed
+            # One barrier, of one phase.
+            ptx.init_barrier(arrived)
+#: else
             # One barrier for the sums, one for the norms; each has one phase.
             ptx.init_barrier(arrived)
             ptx.init_barrier(arrived + 8)
+#: endif
             ptx.fence_barriers()
             own_tokens = (count + self.cluster_size - 1 - block) // self.cluster_size
             values = count * SHARED_SUMS + own_tokens * OWN_SUMS
             ptx.expect_bytes(arrived, values * (self.cluster_size * FLOAT_BYTES))
+#: if not plan.delayed
             ptx.expect_bytes(arrived + 8, count * (self.cluster_size * FLOAT_BYTES))
+#: endif
         cute.arch.sync_threads()
         # Peers may store here from now on; the wait is before their first store.
         cute.arch.cluster_arrive()
@@ -251,37 +308,43 @@ class Boundary:
             residual=residual,
             post=post,
             comb=comb,
+#: if plan.delayed
+            pre=pre,
+#: endif
             fn=fn,
             scale=scale,
             base=base,
+#: if plan.norm_weight != "none"
             norm_weight=norm_weight,
+#: endif
             new_residual=new_residual,
-#: if not plan.tail
+#: if plan.tail
+            new_post=new_post,
+            new_comb=new_comb,
+#: if plan.delayed
+            new_pre=new_pre,
+#: endif
+#: else
             mix=mix,
 #: endif
             layer_input=layer_input,
+#: if plan.stream_mean
+            stream_mean=stream_mean,
+#: endif
             memory=memory,
             sums=sums,
+#: if not plan.delayed
             norms=norms,
+#: endif
             arrived=arrived,
             first=first,
             count=count,
         )
 #: if plan.tail
-        mixed = memory.allocate_tensor(Float32, row_major(self.group, MIX), 16)
         if cute.arch.warp_idx() < self.warps:
             self.take_tokens(call)
         else:
-            cute.arch.cluster_wait()
-            # The outputs may be memory that a kernel before this one reads.
-            cute.arch.griddepcontrol_wait()
-            wait_for_sums(arrived)
-            self.store_logits(call, mixed)
-            cute.arch.sync_warp()
-            index = cute.arch.lane_idx() * self.cluster_size + block
-            if index < count:
-                token = first + index
-                store_mixes(mixed[index, None], new_post[token, None, 0], new_comb[token, None, None])
+            self.mix_tokens(call)
 #: else
         self.take_tokens(call)
 #: endif
@@ -304,9 +367,11 @@ class Boundary:
         partials = call.memory.allocate_tensor(
             Float32, row_major(self.warps, self.group, SUMS_STRIDE), 16
         )
+#: if not plan.delayed
         squares = call.memory.allocate_tensor(
             Float32, row_major(self.group, self.warps), 16
         )
+#: endif
         warp_stash = stash.toint() + warp * («"TRIPS * " if plan.trips > 1 else ""»self.group * STASH_TOKEN)
 #: if plan.trips > 1
         shares = [self.share(call, warp_stash, trip) for trip in range(TRIPS)]
@@ -317,10 +382,32 @@ class Boundary:
 #: endif
 
         # Weights: no kernel writes them.
+#: if plan.fn_home == "shared"
+        fn_stash = call.memory.allocate(self.threads * «"TRIPS * " if plan.projection == "fma" and plan.trips > 1 else ""»FN_BYTES, 16)
+        fn_place = fn_stash.toint() + thread * FRAGMENT_BYTES
+#: endif
+#: if plan.projection == "fma"
+#: if plan.trips > 1
+        fn_stream = call.fn.iterator.toint() + stream * FN_STREAM_BYTES
+        first_fragment = block * self.fragments + thread // HC
+#: if plan.fn_home == "shared"
+        copy_projection(fn_place, fn_stream, first_fragment, self.threads)
+#: endif
+#: else
+        fn_address = (
+            call.fn.iterator.toint()
+            + stream * FN_STREAM_BYTES
+            + share.fragment * FN_FRAGMENT_BYTES
+        )
+#: if plan.fn_home == "registers"
+        rows = load_projection(fn_address)
+#: elif plan.fn_home == "shared"
+        copy_projection(fn_place, fn_address, self.threads)
+#: endif
+#: endif
+#: else
         warp_column = block * self.fragments + warp * FRAGMENTS_PER_WARP
 #: if plan.fn_home == "shared"
-        fn_stash = call.memory.allocate(self.threads * FN_BYTES, 16)
-        fn_place = fn_stash.toint() + thread * FRAGMENT_BYTES
         copy_projection(
             fn_place,
 #: elif plan.fn_home == "registers"
@@ -346,8 +433,11 @@ class Boundary:
 #: endif
 #: endif
         )
+#: endif
+#: if not plan.delayed
         pre_scale = call.scale[0]
         pre_base = call.base[stream]
+#: endif
 #: if plan.tp > 1
         destinations = self.destinations(call, stream)
 
@@ -355,13 +445,16 @@ class Boundary:
             cute.arch.griddepcontrol_wait()
         # Otherwise the publish before this kernel has triggered after its own wait, so
         # what earlier kernels wrote is complete; what it sends announces itself.
-        state = call.state.iterator.toint()
-        generation = ptx.load_int_relaxed(state)
+        state = call.state
+        generation = ptx.load_int_relaxed(state.iterator.toint())
         # The last block to have read the generation advances it when it ends.
         arrival = Uint32(0)
         last = cute.arch.grid_dim()[1] * self.cluster_size - 1
         if thread == 0:
-            arrival = ptx.count_arrival(state + 4, last + (generation & 0))
+            # The sum makes the count wait for the generation.
+            arrival = ptx.count_arrival(
+                state.iterator.toint() + 4, last + (generation & 0)
+            )
 #: else
 
         # From here on it loads what other kernels wrote, the last of them just now.
@@ -392,6 +485,10 @@ class Boundary:
         self.sync()
 
         # Steps 1 and 2.
+#: if plan.delayed
+        collapsed = []
+        totals = []
+#: endif
         for batch in batches(items, self.items_at_once):
 #: if plan.tp > 1
             places = [
@@ -435,10 +532,63 @@ class Boundary:
                 # The lanes of a fragment have read each other's old streams.
                 cute.arch.sync_warp()
                 ptx.store_shared(share.stash + index * STASH_TOKEN, new)
+#: if plan.delayed
+                # Step 5, first half: the carried pre-mix needs no sum.
+                pre = weights[own_weight + HC + HC * HC]
+                collapsed.append(collapse(pre, new«", stream" if plan.lane_map.splits else ""»))
+#: endif
 
-        # Step 3 over the warp on tensor cores, over the block by lane k for sum k, over
-        # the cluster by all its blocks alike.
+#: if plan.delayed
+        for index in range(self.group):
+#: if plan.trips > 1
+            own = collapsed[index * TRIPS : (index + 1) * TRIPS]
+            square = square_sum([word for c in own for word in c])
+#: else
+            square = square_sum(collapsed[index])
+#: endif
+#: if plan.lane_map.merges
+            # Of the lanes that share a word, one counts its squares and stores it.
+            square = cutlass.select_(stream % WORD_LANES == 0, square, Float32(0.0))
+#: endif
+            totals.append(sum_warp(square))
+        if lane == 0:
+            for index in cutlass.range_constexpr(self.group):
+                partials[warp, index, NORM_SQUARES] = totals[index]
+#: endif
+
+        # Step 3 over the warp «plan.projection_means», over the block by lane k for sum k,
+        # over the cluster by all its blocks alike.
         cute.arch.sync_warp()
+#: if plan.projection == "fma"
+        for index in cutlass.range(count):
+#: if plan.trips > 1
+            place = shares[0].stash + index * STASH_TOKEN
+#: if plan.fn_home == "shared"
+            token_sums = project(
+                fn_place, place, self.group * STASH_TOKEN, lane, self.threads
+            )
+#: else
+            token_sums = project(
+                fn_stream,
+                first_fragment,
+                place,
+                self.group * STASH_TOKEN,
+                lane,
+                self.threads,
+            )
+#: endif
+#: else
+            new = ptx.load_shared(share.stash + index * STASH_TOKEN)
+#: if plan.fn_home == "registers"
+            token_sums = project(rows, new, lane)
+#: elif plan.fn_home == "shared"
+            token_sums = project(fn_place, new, lane, self.threads)
+#: else
+            token_sums = project(fn_address, new, lane)
+#: endif
+#: endif
+            store_sums(partials[warp, index, None], token_sums, lane)
+#: else
         lane_tokens = [
             cutlass.min(octet * 8 + lane // 4, count - 1)
             for octet in range((self.group + 7) // 8)
@@ -461,6 +611,7 @@ class Boundary:
 #: endif
         )
         store_sums(partials[warp, None, None], token_sums, lane, count)
+#: endif
         self.sync()
         self.send_sums(call, partials)
 
@@ -479,7 +630,16 @@ class Boundary:
                 + (stream * ROW_BYTES + share.column),
                 ptx.load_shared(share.stash + index * STASH_TOKEN),
             )
+#: if plan.stream_mean
+        self.store_means(call, items, tokens, stream)
+#: endif
         wait_for_sums(call.arrived)
+#: if plan.delayed
+#: if not plan.tail
+        self.store_mix(call)
+#: endif
+        known = [cutlass.min(index, count - 1) for index in range(self.group)]
+#: else
 
         # Steps 4 and 5.
         known = [cutlass.min(index, count - 1) for index in range(self.group)]
@@ -512,18 +672,23 @@ class Boundary:
         self.store_mix(call)
 #: endif
         wait_for_sums(call.arrived + 8)
+#: endif
         output = cute.recast_tensor(call.layer_input, Uint32)
         for index in cutlass.range_constexpr(self.group):
+#: if plan.delayed
+            total = sum_peers(call.sums[known[index], NORM_SQUARES, None], self.cluster_size)
+#: else
             total = sum_peers(call.norms[known[index], None], self.cluster_size)
+#: endif
 #: if plan.trips > 1
             for trip in cutlass.range_constexpr(TRIPS):
                 share = shares[trip]
-                normalized = normalize(collapsed[index][trip], total, share.norm_weight)
+                normalized = normalize(collapsed[«"index * TRIPS + trip" if plan.delayed else "index][trip"»], total«", share.norm_weight" if plan.norm_weight != "none" else ""»)
                 if «"share.own and " if plan.idle_lanes else ""»«"stream % WORD_LANES == 0 and " if plan.lane_map.merges else ""»index < count:
                     for word in cutlass.range_constexpr(LANE_WORDS):
                         output[tokens[index], share.first_word + word] = normalized[word]
 #: else
-            normalized = normalize(collapsed[index], total, share.norm_weight)
+            normalized = normalize(collapsed[index], total«", share.norm_weight" if plan.norm_weight != "none" else ""»)
             if «"share.own and " if plan.idle_lanes else ""»«"stream % WORD_LANES == 0 and " if plan.lane_map.merges else ""»index < count:
                 for word in cutlass.range_constexpr(LANE_WORDS):
                     output[tokens[index], share.first_word + word] = normalized[word]
@@ -534,7 +699,7 @@ class Boundary:
             # The publish before this kernel has read the generation, too.
             cute.arch.griddepcontrol_wait()
         if thread == 0 and arrival == last:
-            call.state[0] = (generation + 1) % GENERATIONS
+            state[0] = (generation + 1) % GENERATIONS
 #: endif
 
     def share(self, call, warp_stash«", trip" if plan.trips > 1 else ""»):
@@ -557,16 +722,23 @@ class Boundary:
 #: else
         first_word = fragment * FRAGMENT_WORDS + stream * LANE_WORDS
 #: endif
+#: if plan.norm_weight != "none"
         norm_words = cute.recast_tensor(call.norm_weight, Uint32)
+#: endif
         return SimpleNamespace(
 #: if plan.idle_lanes
             own=own,
+#: endif
+#: if plan.projection == "fma"
+            fragment=fragment,
 #: endif
             column=fragment * FRAGMENT_BYTES,
             streams=streams,
             stash=streams + stream * STASH_STREAM,
             first_word=first_word,
+#: if plan.norm_weight != "none"
             norm_weight=[norm_words[first_word + word] for word in range(LANE_WORDS)],
+#: endif
         )
 
     @cute.jit
@@ -605,7 +777,7 @@ class Boundary:
             present = «"share.own & " if plan.idle_lanes else ""»(index < call.count)
             if self.publishes == "multicast":
                 once = present & (stream == 0)
-                ptx.store_multicast_if(once, destinations[0] + offset, payload)
+                ptx.store_multicast_«plan.pair_type»_if(once, destinations[0] + offset, payload)
             else:
                 for turn, mailbox in enumerate(destinations):
                     own = present & (stream + turn * HC < TP)
@@ -613,7 +785,7 @@ class Boundary:
 #: endif
 
     def load_weights(self, call):
-        """Loads the post-mix and the residual mix of the tokens, shared by threads."""
+        """Loads the mixes that weigh the tokens' streams, shared out to the threads."""
         places = []
         for turn in range(0, self.group * WEIGHTS, self.threads):
             # Threads beyond the last weight repeat it, to no effect.
@@ -626,15 +798,40 @@ class Boundary:
                 + Int64(token * (HC * HC) + number - HC) * FLOAT_BYTES
             )
             address = cutlass.select_(number < HC, post, comb)
+#: if plan.delayed
+            pre = (
+                call.pre.iterator.toint()
+                + Int64(token * HC + number - HC - HC * HC) * FLOAT_BYTES
+            )
+            address = cutlass.select_(number < HC + HC * HC, address, pre)
+#: endif
             places.append((place, ptx.load_float_l2(address)))
         return places
 
+#: if plan.stream_mean
+    @cute.jit
+    def store_means(self, call, items, tokens, stream):
+        """Stores the mean of the new streams."""
+        output = cute.recast_tensor(call.stream_mean, Uint32)
+        for index, share in items:
+            new = ptx.load_shared(share.stash + index * STASH_TOKEN)
+            means = stream_means(new«", stream" if plan.lane_map.splits else ""»)
+            if «"share.own and " if plan.idle_lanes else ""»«"stream % WORD_LANES == 0 and " if plan.lane_map.merges else ""»index < call.count:
+                for word in cutlass.range_constexpr(LANE_WORDS):
+                    output[tokens[index], share.first_word + word] = means[word]
+
+#: endif
     @cute.jit
     def send_sums(self, call, partials: cute.Tensor):
         """Sends the block's sums to the blocks of the cluster that need them.
 
+#: if plan.delayed
+        A warp serves one token at a time. All need the squares; the mixes go to the
+        block that takes the token's.
+#: else
         A warp serves one token at a time. All need the pre-mix and the squares; the
         rest goes to the block that takes the token's mixes.
+#: endif
         """
         block = cute.arch.block_idx()[0]
         for turn in cutlass.range_constexpr(0, self.group, self.warps):
@@ -644,13 +841,14 @@ class Boundary:
                 if token < call.count and number <= LAST_SUM:
                     total = sum_row(partials[None, token, number], self.warps)
                     place = call.sums[token, number, None].iterator.toint() + block * 4
-                    if number < HC or number >= SQUARES:
+                    if «'' if plan.delayed else 'number < HC or '»number >= SQUARES:
                         for peer in cutlass.range_constexpr(self.cluster_size):
                             ptx.store_async(place, call.arrived, peer, total)
                     elif number < MIX:
                         peer = token % self.cluster_size
                         ptx.store_async(place, call.arrived, peer, total)
 
+#: if not plan.delayed
     @cute.jit
     def send_squares(self, call, squares: cute.Tensor):
         """Sends the square sums of the block's part of the collapse to every block."""
@@ -665,36 +863,62 @@ class Boundary:
                 peer = pair % self.cluster_size
                 ptx.store_async(place, call.arrived + 8, peer, total)
 
+#: endif
     @cute.jit
 #: if plan.tail
-    def store_logits(self, call, mixed: cute.Tensor):
-        """Stores the logits of steps 6 and 7, for the tokens whose mixes are ours."""
+    def mix_tokens(self, call):
+        """Takes the tokens whose mixes are this block's through steps «"4, " if plan.delayed else ""»6 and 7.
+
+        One warp does: its lanes share the logits, then each takes one token.
+        """
         block = cute.arch.block_idx()[0]
+        lane = cute.arch.lane_idx()
+        logits = call.memory.allocate_tensor(Float32, row_major(self.group, MIX), 16)
+        numbers = [first + lane for first in range(«"0" if plan.delayed else "HC"», MIX, 32)]
+        parts = [cutlass.min(number // HC, 2) for number in numbers]
+        gains = [call.scale[part] for part in parts]
+        offsets = [call.base[cutlass.min(number, MIX - 1)] for number in numbers]
+        cute.arch.cluster_wait()
+        # The outputs may be memory that a kernel before this one reads.
+        cute.arch.griddepcontrol_wait()
+        wait_for_sums(call.arrived)
         for turn in cutlass.range_constexpr(0, self.group, self.cluster_size):
             token = turn + block
-            for first_mix in cutlass.range_constexpr(HC, MIX, 32):
-                number = first_mix + cute.arch.lane_idx()
-                if token < call.count and number < MIX:
-                    squares = sum_peers(call.sums[token, SQUARES, None], self.cluster_size)
-                    dot = sum_peers(call.sums[token, number, None], self.cluster_size)
-                    part = 2
-                    if number < 2 * HC:
-                        part = 1
-                    mixed[token, number] = ptx.fma(
-                        dot * row_rstd(squares), call.scale[part], call.base[number]
-                    )
+            if token < call.count:
+                squares = sum_peers(call.sums[token, SQUARES, None], self.cluster_size)
+                rstd = row_rstd(squares)
+                for part in cutlass.range_constexpr(len(numbers)):
+                    if numbers[part] < MIX:
+                        row = call.sums[token, numbers[part], None]
+                        mix = sum_peers(row, self.cluster_size) * rstd
+                        logits[token, numbers[part]] = ptx.fma(
+                            mix, gains[part], offsets[part]
+                        )
+        cute.arch.sync_warp()
+        token = lane * self.cluster_size + block
+        if token < call.count:
+            place = call.first + token
+            store_mixes(
+                [logits[token, number] for number in range(MIX)],
+                call.new_post[place, None, 0],
+                call.new_comb[place, None, None],
+#: if plan.delayed
+                call.new_pre[place, None],
+#: endif
+            )
 #: else
     def store_mix(self, call):
         """Stores the mixes of the tokens whose mixes are ours, for the side stream."""
         block = cute.arch.block_idx()[0]
+        sums, mix, first = call.sums, call.mix, call.first
         for turn in cutlass.range_constexpr(0, self.group, self.cluster_size):
             token = turn + block
             for first_mix in cutlass.range_constexpr(0, MIX, self.threads):
                 number = first_mix + cute.arch.thread_idx()[0]
                 if token < call.count and number < MIX:
-                    squares = sum_peers(call.sums[token, SQUARES, None], self.cluster_size)
-                    dot = sum_peers(call.sums[token, number, None], self.cluster_size)
-                    call.mix[call.first + token, number] = dot * row_rstd(squares)
+                    squares = sum_peers(sums[token, SQUARES, None], self.cluster_size)
+                    dot = sum_peers(sums[token, number, None], self.cluster_size)
+                    mix[first + token, number] = dot * row_rstd(squares)
 #: endif
 
 

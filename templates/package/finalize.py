@@ -5,7 +5,7 @@
 #: endif
 
 import cutlass
-from cutlass import BFloat16, Float32, Int32, Int64, cute
+from cutlass import «plan.activation_type», Float32, Int32, Int64, cute
 
 from . import ptx
 from .constants import (
@@ -58,9 +58,9 @@ class Finalize:
     def arguments(self):
         """Stand-ins for the arguments of a launch, in order."""
         tokens, rows = cute.sym_int32(), cute.sym_int32()
-        shared = (tensor(BFloat16, tokens, HIDDEN),) if self.shared_expert else (None,)
+        shared = (tensor(«plan.activation_type», tokens, HIDDEN),) if self.shared_expert else (None,)
         return (
-            tensor(BFloat16, rows, HIDDEN),
+            tensor(«plan.activation_type», rows, HIDDEN),
             tensor(self.weight_dtype, tokens, TOP_K),
             tensor(Int32, tokens, TOP_K),
             *shared,
@@ -69,7 +69,7 @@ class Finalize:
             tensor(Int32, 2),
             Int32(0),
 #: else
-            tensor(BFloat16, tokens, HIDDEN),
+            tensor(«plan.activation_type», tokens, HIDDEN),
 #: endif
             current_stream(),
         )
@@ -77,16 +77,16 @@ class Finalize:
     @cute.jit
     def __call__(
         self,
-        gemm2_permuted: cute.Tensor,  # [rows, HIDDEN] BF16
+        gemm2_permuted: cute.Tensor,  # [rows, HIDDEN] «plan.activation»
         expert_weights: cute.Tensor,  # [M, TOP_K] FP32 or BF16
         expanded_idx_to_permuted_idx: cute.Tensor,  # [M, TOP_K] -1: not on this rank
-        shared_output: cute.Tensor | None,  # [M, HIDDEN] BF16
+        shared_output: cute.Tensor | None,  # [M, HIDDEN] «plan.activation»
 #: if plan.tp > 1
         mailboxes: cute.Tensor,  # [destinations] addresses of mailboxes
         state: cute.Tensor,  # [2] generation, arrivals
         rank: Int32,
 #: else
-        x: cute.Tensor,  # [M, HIDDEN] BF16, out
+        x: cute.Tensor,  # [M, HIDDEN] «plan.activation», out
 #: endif
         stream,
     ):

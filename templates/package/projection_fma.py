@@ -7,9 +7,11 @@ row of fn. The sums of a warp then meet in shuffles, from which lane k takes num
 import cutlass
 from cutlass import Float32, cute
 
+#: if plan.fn_home == "shared" or plan.trips > 1
 from . import ptx
+#: endif
 from .constants import (
-#: if plan.fn_halves == 2 or plan.fn_home == "shared"
+#: if plan.fn_home == "shared"
     FRAGMENT_BYTES,
 #: endif
 #: if plan.trips > 1
@@ -24,7 +26,9 @@ from .constants import (
 #: if plan.trips > 1
     FN_FRAGMENT_BYTES,
 #: endif
+#: if plan.fn_home == "shared"
     FN_ROW_BYTES,
+#: endif
     MIX,
     SQUARES,
     SUM_TILES,
@@ -32,33 +36,14 @@ from .constants import (
     TRIPS,
 #: endif
 )
+#: if plan.fn_home == "shared"
+from .fn_rows import dot, widen
+#: else
+from .fn_rows import dot, load_row, widen
+#: endif
 from .steps import exchange_halves, unpack
 
 
-def widen(words):
-#: if plan.fn_halves == 2
-    """Eight elements of fn, which are FP32."""
-    return [ptx.as_float(word) for word in words]
-#: else
-    """Eight elements of fn in FP32: exact."""
-    values = []
-    for word in words:
-        values.append(ptx.as_float(word << 16))
-        values.append(ptx.as_float(word & 0xFFFF0000))
-    return values
-#: endif
-#: if plan.fn_home != "shared"
-
-
-def load_row(address, row):
-    """Loads a thread's eight elements of a row of fn."""
-#: if plan.fn_halves == 2
-    place = address + row * FN_ROW_BYTES
-    return [*ptx.load_constant(place), *ptx.load_constant(place + FRAGMENT_BYTES)]
-#: else
-    return ptx.load_constant(address + row * FN_ROW_BYTES)
-#: endif
-#: endif
 #: if plan.fn_home == "registers"
 
 
@@ -122,13 +107,6 @@ def read_row(place, row, threads):
     return ptx.load_shared(place + row * (threads * FRAGMENT_BYTES))
 #: endif
 #: endif
-
-
-def dot(weights, values, total):
-    """Adds the products of eight elements to a sum."""
-    for weight, value in zip(weights, values, strict=True):
-        total = ptx.fma(weight, value, total)
-    return total
 
 
 def sum_over_warp(sums, lane):

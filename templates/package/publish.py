@@ -3,7 +3,7 @@
 #: if plan.publish_idle_lanes
 import cutlass
 #: endif
-from cutlass import BFloat16, Int32, Int64, cute
+from cutlass import «plan.activation_type», Int32, Int64, cute
 
 from . import ptx
 from .constants import (
@@ -39,7 +39,7 @@ class Publish:
         """Stand-ins for the arguments of a launch, in order."""
         tokens = cute.sym_int32()
         return (
-            tensor(BFloat16, tokens, HIDDEN),
+            tensor(«plan.activation_type», tokens, HIDDEN),
             tensor(Int64, self.destinations),
             tensor(Int32, 2),
             Int32(0),
@@ -49,7 +49,7 @@ class Publish:
     @cute.jit
     def __call__(
         self,
-        x: cute.Tensor,  # [M, HIDDEN] BF16, this rank's partial rows
+        x: cute.Tensor,  # [M, HIDDEN] «plan.activation», this rank's partial rows
         mailboxes: cute.Tensor,  # [destinations] addresses of mailboxes
         state: cute.Tensor,  # [2] generation, arrivals
         rank: Int32,

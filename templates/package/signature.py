@@ -1,6 +1,6 @@
 """Compile-time stand-ins for kernel arguments, and what moved between DSL releases."""
 
-from cutlass import BFloat16, Float32, Int32, Int64, cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
 from .constants import CAPACITY, DESTINATIONS, GENERATIONS, HC, HIDDEN, MIX, TP
@@ -49,30 +49,39 @@ def boundary_arguments():
     tokens = cute.sym_int32()
     return (
 #: if plan.tp > 1
-        tensor(BFloat16, tokens, HIDDEN) if publishes else None,
+        tensor(«plan.activation_type», tokens, HIDDEN) if publishes else None,
         tensor(Int64, DESTINATIONS[publishes]) if publishes else None,
         Int32(0),
 #: else
-        tensor(BFloat16, tokens, HIDDEN),
+        tensor(«plan.activation_type», tokens, HIDDEN),
 #: endif
-        tensor(BFloat16, tokens, HC, HIDDEN),
+        tensor(«plan.activation_type», tokens, HC, HIDDEN),
         tensor(Float32, tokens, HC, 1),
         tensor(Float32, tokens, HC, HC),
-        tensor(BFloat16, MIX, HC * HIDDEN),
+        tensor(«plan.fn_type», MIX, HC * HIDDEN),
+#: if plan.delayed
+        tensor(Float32, tokens, HC),
+#: else
         tensor(Float32, 3),
         tensor(Float32, MIX),
-        tensor(BFloat16, HIDDEN),
+#: endif
+#: if plan.norm_weight != "none"
+        tensor(«plan.activation_type», HIDDEN),
+#: endif
 #: if plan.tp > 1
-        tensor(BFloat16, GENERATIONS, TP, CAPACITY, HIDDEN),
+        tensor(«plan.activation_type», GENERATIONS, TP, CAPACITY, HIDDEN),
         tensor(Int32, 2),
 #: endif
-        tensor(BFloat16, tokens, HC, HIDDEN),
+        tensor(«plan.activation_type», tokens, HC, HIDDEN),
 #: if plan.tail
         tensor(Float32, tokens, HC, 1),
         tensor(Float32, tokens, HC, HC),
 #: else
         tensor(Float32, tokens, MIX),
 #: endif
-        tensor(BFloat16, tokens, HIDDEN),
+        tensor(«plan.activation_type», tokens, HIDDEN),
+#: if plan.stream_mean
+        tensor(«plan.activation_type», tokens, HIDDEN),
+#: endif
         current_stream(),
     )

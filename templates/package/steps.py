@@ -1,14 +1,24 @@
 """The steps that kernels are made of, each on one thread's fragment.
 
-1. y = bf16(sum over the ranks of x), pairwise in FP32.
-2. new[j] = bf16(post[j]*y + sum_i comb[i,j]*residual[i]): the residual streams.
+1. y = «plan.act»(sum over the ranks of x), pairwise in FP32.
+2. new[j] = «plan.act»(post[j]*y + sum_i comb[i,j]*residual[i]): the residual streams.
 3. mix[k] = (fn[k] . new) * rsqrt(mean over all streams of new^2 + rms_eps).
+#: if plan.delayed
+4. The next pre[j] = sigmoid(mix[j]*scale[0] + base[j]) + hc_eps, in mixes.py.
+#: else
 4. pre[j] = sigmoid(mix[j]*scale[0] + base[j]) + hc_eps.
-5. c = bf16(sum_j pre[j]*new[j]); layer_input = bf16(rms_norm(c) * norm_weight).
+#: endif
+#: if plan.norm_weight == "none"
+5. c = «plan.act»(sum_j pre[j]*new[j]); layer_input = «plan.act»(rms_norm(c)).
+#: elif plan.norm_weight == "plus_one"
+5. c = «plan.act»(sum_j pre[j]*new[j]); layer_input = «plan.act»(rms_norm(c) * (norm_weight+1)).
+#: else
+5. c = «plan.act»(sum_j pre[j]*new[j]); layer_input = «plan.act»(rms_norm(c) * norm_weight).
+#: endif
 6. The next post = post_mult * sigmoid(mix*scale[1] + base), in mixes.py.
 7. The next comb: softmax and Sinkhorn passes over mix*scale[2] + base, in mixes.py.
 
-A fragment is 16 bytes of a row, 8 BF16, held as four 32-bit words or as eight FP32.
+A fragment is 16 bytes of a row, 8 «plan.activation», held as four 32-bit words or as eight FP32.
 Functions without a decorator run while the kernel is traced: their loops are unrolled.
 """
 
@@ -20,6 +30,7 @@ from .constants import (
 #: if plan.lane_map.butterflies
     BUTTERFLIES,
 #: endif
+#: if plan.projection == "tensor_cores"
     CHUNK_BYTES,
     CHUNKS,
 #: if plan.fn_home == "global"
@@ -30,10 +41,11 @@ from .constants import (
 #: if plan.fn_home == "shared" or plan.trips > 1
     FRAGMENT_BYTES,
 #: endif
+#: endif
 #: if plan.tp > 1
     FRAGMENT_WORDS,
 #: endif
-#: if plan.idle_lanes
+#: if plan.projection == "tensor_cores" and plan.idle_lanes
     FRAGMENTS,
 #: endif
     HC,
@@ -55,15 +67,17 @@ from .constants import (
 #: if plan.lane_map.splits
     SPLITS,
 #: endif
+#: if plan.projection == "tensor_cores"
     SQUARES,
     STASH_STREAM,
     TILES,
 #: if plan.trips > 1
     TRIPS,
 #: endif
+#: endif
 )
 
-SENTINEL_PAIR = 0x80008000  # two BF16 of -0.0
+SENTINEL_PAIR = 0x80008000  # two «plan.activation» of -0.0
 FLOAT_BYTES = 4
 LOG2_E = 1.4426950408889634
 
@@ -79,18 +93,22 @@ def row_major(*shape):
 
 
 def unpack(words):
-    """Widens BF16 pairs to FP32, low half first: exact."""
+    """Widens «plan.activation» pairs to FP32, low half first: exact."""
     values = []
     for word in words:
+#: if plan.activation == "FP16"
+        values.extend(ptx.unpack_f16x2(word))
+#: else
         values.append(ptx.as_float(word << 16))
         values.append(ptx.as_float(word & 0xFFFF0000))
+#: endif
     return values
 
 
 def pack(values):
-    """Rounds FP32 values to nearest even into words of two BF16."""
+    """Rounds FP32 values to nearest even into words of two «plan.activation»."""
     return [
-        ptx.pack_bf16x2(values[index], values[index + 1])
+        ptx.pack_«plan.pair_type»(values[index], values[index + 1])
         for index in range(0, len(values), 2)
     ]
 
@@ -124,7 +142,7 @@ def publish_fragment(words, mailboxes, offset, multicast):
     payload = sanitize(words)
     for mailbox in mailboxes:
         if multicast:
-            ptx.store_multicast(mailbox + offset, payload)
+            ptx.store_multicast_«plan.pair_type»(mailbox + offset, payload)
         else:
             ptx.store_fragment(mailbox + offset, payload)
 
@@ -172,7 +190,7 @@ def add_pairs(values):
 
 
 def sum_ranks(arrived):
-    """Step 1: y = bf16(sum of the ranks' rows), as FP32.
+    """Step 1: y = «plan.act»(sum of the ranks' rows), as FP32.
 
     ``arrived`` holds the fragments of the ranks that this lane polled, in rank order.
     The pairwise order over all ranks continues over the lanes.
@@ -190,7 +208,7 @@ def sum_ranks(arrived):
 
 
 def post_mix(y, post, comb, old):
-    """Step 2: new = bf16(post*y + sum_i comb[i]*old[i]), as words.
+    """Step 2: new = «plan.act»(post*y + sum_i comb[i]*old[i]), as words.
 
     The product post*y is rounded, then one fused multiply-add follows for each source
     stream, in order: this fixes every bit.
@@ -211,6 +229,34 @@ def zero_unless(own, words):
 #: endif
 
 
+#: if plan.exit_by
+def load_old_streams(address):
+    """Loads one fragment of each residual stream of a token."""
+    return [ptx.load_l2(address + index * ROW_BYTES) for index in range(HC)]
+
+
+def load_mix_weights(post, comb, token, stream):
+    """Loads a stream's post-mix and its column of the residual mix of a token."""
+    post_row = post[token, None, 0].iterator.toint()
+    comb_row = comb[token, None, None].iterator.toint()
+    return (
+        ptx.load_float_l2(post_row + stream * FLOAT_BYTES),
+        [
+            ptx.load_float_l2(comb_row + (source * HC + stream) * FLOAT_BYTES)
+            for source in range(HC)
+        ],
+    )
+
+
+#: endif
+#: if plan.exit_by == "pre_mix"
+def load_pre(pre, token, stream):
+    """Loads the carried pre-mix of a stream of a token."""
+    return ptx.load_float_l2(pre[token, None].iterator.toint() + stream * FLOAT_BYTES)
+
+
+#: endif
+#: if plan.projection == "tensor_cores"
 #: if plan.fn_home == "registers"
 #: if plan.idle_lanes
 def load_projection(address, fragment):
@@ -422,7 +468,8 @@ def store_sums(partials: cute.Tensor, sums, lane, count):
                     partials[octet * 8 + token, SQUARES] = value
 
 
-#: if plan.lane_map.splits
+#: endif
+#: if plan.lane_map.splits or plan.projection == "fma"
 def exchange_halves(values, distance, upper):
     """Sums over lanes ``distance`` apart, each of which keeps half of the values."""
     half = len(values) // 2
@@ -473,7 +520,7 @@ def wait_for_sums(barrier):
 
 
 def square_sum(words):
-    """Sums the squares of a few BF16 in FP32."""
+    """Sums the squares of a few «plan.activation» in FP32."""
     total = None
     for value in unpack(words):
         total = value * value if total is None else ptx.fma(value, value, total)
@@ -500,7 +547,7 @@ def collapse(pre, new, stream):
 #: else
 def collapse(pre, new):
 #: endif
-    """Step 5, first half: c = bf16(sum_j pre[j]*new[j]), as words.
+    """Step 5, first half: c = «plan.act»(sum_j pre[j]*new[j]), as words.
 
 #: if plan.lane_map.merges
     Each lane brings its stream and ends with its share of the eight columns, the same
@@ -525,12 +572,40 @@ def collapse(pre, new):
     return pack(columns)
 
 
+#: if plan.stream_mean
+#: if plan.lane_map.splits
+def stream_means(new, stream):
+    """The mean of the streams, as words, shared out as the collapse is."""
+    return collapse(Float32(1.0 / HC), new, stream)
+#: else
+def stream_means(new):
+    """The mean of the one stream, as words."""
+    return collapse(Float32(1.0), new)
+#: endif
+
+
+#: endif
+#: if plan.norm_weight == "none"
+def normalize(c, squares):
+    """Step 5, second half: «plan.act»(c * rsqrt(mean(c^2) + norm_eps))."""
+    rstd = ptx.rsqrt(ptx.fma(squares, Float32(INVERSE_HIDDEN), Float32(NORM_EPS)))
+    return pack([value * rstd for value in unpack(c)])
+#: else
 def normalize(c, squares, norm_weight):
-    """Step 5, second half: bf16(c * rsqrt(mean(c^2) + norm_eps) * norm_weight)."""
+#: if plan.norm_weight == "plus_one"
+    """Step 5, second half: «plan.act»(c * rsqrt(mean(c^2) + norm_eps) * (norm_weight+1))."""
+#: else
+    """Step 5, second half: «plan.act»(c * rsqrt(mean(c^2) + norm_eps) * norm_weight)."""
+#: endif
     rstd = ptx.rsqrt(ptx.fma(squares, Float32(INVERSE_HIDDEN), Float32(NORM_EPS)))
     return pack(
         [
+#: if plan.norm_weight == "plus_one"
+            value * rstd * ptx.add(weight, Float32(1.0))
+#: else
             value * rstd * weight
+#: endif
             for value, weight in zip(unpack(c), unpack(norm_weight), strict=True)
         ]
     )
+#: endif

@@ -4,7 +4,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 
 @dsl_user_op
-def store_multicast_if(present, address, words, *, loc=None, ip=None):
+def store_multicast_bf16x2_if(present, address, words, *, loc=None, ip=None):
     """Stores a fragment to the same place in every rank's memory where ``present``."""
     operands = [Int64(address), *(Uint32(word) for word in words)]
     operands.append(Uint32(Boolean(present)))
