@@ -30,7 +30,7 @@
 #: else
                 first_word = fragment * FRAGMENT_WORDS + stream * LANE_WORDS
 #: endif
-«store_means().rstrip()|indent(4)»
+«store_means().rstrip()|indent(4, true)»
 #: endif
 #: if plan.lane_map.splits
                 c = collapse(pre_weight, new, stream)
