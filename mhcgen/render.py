@@ -174,15 +174,15 @@ def kernel_rows(target: TargetPlan) -> tuple[KernelRow, ...]:
                 names.append(f"finalize_{dtype}{suffix}_{transport}")
         rows += [KernelRow(name, 1, plan.publish_threads, 0) for name in names]
     size, threads = target.cluster_size, target.launched_threads
-    names = [(plan.boundary_name(group), group) for group in target.groups]
-    names += [
+    boundaries = [(plan.boundary_name(group), group) for group in target.groups]
+    boundaries += [
         (plan.boundary_name(group, transport), group)
         for group in target.publishing_groups
         for transport in plan.transports
     ]
     rows += [
         KernelRow(name, size, threads, target.shared_bytes(group), group)
-        for name, group in names
+        for name, group in boundaries
     ]
     if not plan.tail:
         rows.append(KernelRow("mixes", 1, MIXES_THREADS, 0))
@@ -206,7 +206,7 @@ class Templates:
 
     @cached_property
     def sources(self) -> Files:
-        """Every source by its kind and path, such as package/publish.py."""
+        """Every source by its kind and path, such as package/publish.py.jinja."""
         return {
             PurePosixPath(kind, path.relative_to(root).as_posix()): path.read_text(
                 "utf-8"
