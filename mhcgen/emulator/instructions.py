@@ -630,7 +630,11 @@ def _move(
     (kind,) = parts
     target, source = operands
     if kind == PREDICATE:
-        slot, read = _predicate_slot(target), _predicate(source)
+        slot = _predicate_slot(target)
+        if isinstance(source, Immediate):
+            value = np.array(source.value != 0)
+            return lambda frame: frame.write(slot, value)
+        read = _predicate(source)
         return lambda frame: frame.write(slot, read(frame).copy())
     if isinstance(target, Vector):
         return _unpack(kind, target, source)
