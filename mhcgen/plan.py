@@ -899,10 +899,10 @@ def fragments_at_once(plan: Plan, group: int, limit: int) -> int:
     As many as registers allow, and about as many each time.
     """
     items = group * plan.trips
-    most = max(
-        (n for n in range(1, MOST_AT_ONCE + 1) if boundary_registers(plan, n) <= limit),
-        default=1,
-    )
+    # In trips, collapsed fragments take registers as well.
+    numbers = range(1, MOST_AT_ONCE + 1) if plan.trips == 1 else (1, 2)
+    fitting = [n for n in numbers if boundary_registers(plan, n) <= limit]
+    most = max(fitting, default=1)
     return -(-items // -(-items // most))
 
 

@@ -709,18 +709,10 @@ class Machine:
     def land_copies(self, waiting: Array) -> None:
         """Lands what the waiting threads have copied."""
         left = []
-<<<<<<< HEAD
-        for threads, addresses, values in self._copies:
-            now = np.isin(threads, waiting)
-            if now.any():
-                blocks = self.block_of[threads[now]]
-                self.shared.store(blocks, addresses[now], values[now])
-=======
         for copies in self.copies:
             now = np.isin(copies.threads, waiting)
             self.shared.fill(copies.offsets[now], copies.values[now])
             self.shared.release(copies.offsets[now], COPY_BYTES)
->>>>>>> async
             if not now.all():
                 left.append(copies.part(~now))
         self.copies = left

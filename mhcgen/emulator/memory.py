@@ -383,20 +383,10 @@ class SharedMemory:
         try:
             return self.arena.load(offsets, width)
         except Fault as fault:
-<<<<<<< HEAD
             if width == 16:
                 with contextlib.suppress(Fault):
                     return self._three_of_four(offsets)
-            raise Fault(
-                fault.error,
-                f"uninitialised read: {width} bytes at byte "
-                f"{int(addresses[fault.lane]) - self.base} of shared memory, which "
-                "nothing has written",
-                fault.lane,
-            ) from None
-=======
             raise self._explained(fault, offsets, width, "read") from None
->>>>>>> async
 
     def _three_of_four(self, offsets: Array) -> Array:
         """Elements whose fourth word may be unwritten, and is then a NaN.
