@@ -148,8 +148,7 @@ from .projection_fma import (
 #: elif plan.fn_home == "shared"
     copy_projection,
 #: endif
-    project,
-    store_sums,
+    project_group,
 )
 #: endif
 from .signature import SmemAllocator, boundary_arguments
@@ -599,29 +598,32 @@ class GroupedBoundary:
 #: if plan.fn_home == "shared"
         ptx.wait_copies()
 #: endif
-        for index in cutlass.range(count):
-            place = own_stash + index * STASH_TOKEN
+        project_group(
+            partials[warp, None, None],
 #: if plan.trips > 1
-            token_sums = project(
 #: if plan.fn_home == "shared"
-                fn_place,
+            fn_place,
 #: else
-                fn_stream,
-                first_fragment,
+            fn_stream,
+            first_fragment,
 #: endif
-                place,
-                self.group * STASH_TOKEN,
-                lane,
-                self.threads,
-            )
 #: elif plan.fn_home == "registers"
-            token_sums = project(rows, ptx.load_shared(place), lane)
+            rows,
 #: elif plan.fn_home == "shared"
-            token_sums = project(fn_place, ptx.load_shared(place), lane, self.threads)
+            fn_place,
 #: else
-            token_sums = project(fn_address, ptx.load_shared(place), lane)
+            fn_address,
 #: endif
-            store_sums(partials[warp, index, None], token_sums, lane)
+            own_stash,
+#: if plan.trips > 1
+            self.group * STASH_TOKEN,
+#: endif
+            lane,
+            count,
+#: if plan.trips > 1 or plan.fn_home == "shared"
+            self.threads,
+#: endif
+        )
 #: else
         # Lanes beyond the last token repeat it, to no effect.
         cute.arch.sync_warp()
