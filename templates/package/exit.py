@@ -266,7 +266,9 @@ class Exit:
                 ptx.store_shared(
                     own_stash + (j * ENDS_TURNS + turn) * turn_bytes, new[j]
                 )
-                values = unpack(new[j])
+            for j in cutlass.range(HC, unroll=1):
+                place = own_stash + (j * ENDS_TURNS + turn) * turn_bytes
+                values = unpack(ptx.load_shared(place))
                 rows = head_fn.iterator.toint() + (
                     j * FN_STREAM_BYTES + fragment * FN_FRAGMENT_BYTES
                 )
