@@ -196,7 +196,7 @@ class Templates:
 
     @cached_property
     def sources(self) -> Files:
-        """Every source by its kind and path, such as package/publish.py."""
+        """Every source by its kind and path, such as package/publish.py.jinja."""
         return {
             PurePosixPath(kind, path.relative_to(root).as_posix()): path.read_text(
                 "utf-8"
