@@ -570,6 +570,11 @@ class Plan:
         """Whether a warp of each boundary computes the mixes."""
         return self.spec.mixes == "tail"
 
+    @property
+    def has_mixes_kernel(self) -> bool:
+        """Whether some mixes have a launch of their own; an entry's always have."""
+        return not self.tail or self.spec.ends.entry
+
     def boundary_name(self, group: int, publishes: str | None = None) -> str:
         """The name of the boundary kernel that takes ``group`` tokens a cluster."""
         return f"boundary_{group}_{publishes}" if publishes else f"boundary_{group}"

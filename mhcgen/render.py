@@ -184,7 +184,7 @@ def kernel_rows(target: TargetPlan) -> tuple[KernelRow, ...]:
         KernelRow(name, size, threads, target.shared_bytes(group), group)
         for name, group in boundaries
     ]
-    if not plan.tail:
+    if plan.has_mixes_kernel:
         rows.append(KernelRow("mixes", 1, MIXES_THREADS, 0))
     rows += [
         KernelRow(name, launch.cluster, launch.block, launch.shared_bytes)
