@@ -191,7 +191,7 @@ class Routed:
     gemm2_permuted: Tensor
     expert_weights: Tensor
     expanded_idx_to_permuted_idx: Tensor
-    shared_output: Tensor | None
+    shared_output: Tensor | None = None
 
 
 class EmulatedRanks:
