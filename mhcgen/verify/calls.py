@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from torch import Tensor
-
 from mhcgen.verify.cases import Case
-from mhcgen.verify.compare import Returned, expected, published_errors, returned_errors
+from mhcgen.verify.compare import (
+    Published,
+    Returned,
+    expected,
+    published_errors,
+    returned_errors,
+)
 from mhcgen.verify.inputs import Call, draw
 from mhcgen.verify.report import Outcome
 from mhcgen.verify.subject import Subject
@@ -17,13 +21,8 @@ from mhcgen.verify.subject import Subject
 class Executor(Protocol):
     """The ranks of a package, or those of them that this process sees."""
 
-    def publish(self, call: Call) -> Sequence[Tensor]:
-        """Publishes on every rank, and waits until all has arrived.
-
-        Returns:
-            The rows in the mailbox of each rank that is seen, [TP, M, H], before
-            anything consumes them; rank 0's are the first in any case.
-        """
+    def publish(self, call: Call) -> Published:
+        """Publishes on every rank, and waits until all has arrived."""
 
     def consume(self, call: Call) -> Sequence[Returned]:
         """Takes what was published through the boundary and the mixes.
@@ -43,10 +42,10 @@ def run_calls(
     """Makes the calls of a case, and compares all that they publish and return."""
     for index in range(len(case.tokens)):
         call = draw(subject, case, index)
-        mailboxes = executor.publish(call)
-        outcome.errors.include(published_errors(call, mailboxes))
+        published = executor.publish(call)
+        outcome.errors.include(published_errors(call, published))
         # A sum of finalize may be the neighbour of the reference's: go on from there.
-        parts = call.parts() if call.routed is None else list(mailboxes[0])
+        parts = call.parts() if call.routed is None else list(published.first)
         result = expected(subject, call, parts)
         for returned in executor.consume(call):
             outcome.errors.include(returned_errors(returned, result))

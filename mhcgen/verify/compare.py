@@ -63,6 +63,18 @@ class Errors:
         )
 
 
+class Published(NamedTuple):
+    """Rows in mailboxes, [TP, M, H], before anything consumes them.
+
+    Attributes:
+        first: Those in rank 0's.
+        each: Those of every rank that this process sees.
+    """
+
+    first: Tensor
+    each: Sequence[Tensor]
+
+
 class Returned(NamedTuple):
     """What a boundary returned on one rank; ``mix`` is None where it is gone since."""
 
@@ -99,23 +111,18 @@ def expected(
     )
 
 
-def published_errors(call: Call, mailboxes: Sequence[Tensor]) -> Errors:
-    """The errors of published rows.
-
-    Args:
-        call: The call.
-        mailboxes: The rows in the mailbox of each rank, [TP, M, H], rank 0's first.
-    """
+def published_errors(call: Call, published: Published) -> Errors:
+    """The errors of published rows; of finalize, all ranks must have the same bits."""
     errors = Errors()
-    wanted = mailboxes[0]
+    wanted = published.first
     if call.routed is None:
         wanted = torch.stack(call.parts())
     else:
         errors.finalized_ulp = max(
             finalize_distance(rows, arguments)
-            for rows, arguments in zip(mailboxes[0], call.routed, strict=True)
+            for rows, arguments in zip(published.first, call.routed, strict=True)
         )
-    errors.published = sum(wrong_bits(rows, wanted) for rows in mailboxes)
+    errors.published = sum(wrong_bits(rows, wanted) for rows in published.each)
     return errors
 
 

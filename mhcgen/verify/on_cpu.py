@@ -34,7 +34,7 @@ from mhcgen.emulator.package import (
 from mhcgen.errors import MhcgenError
 from mhcgen.verify.calls import run_calls
 from mhcgen.verify.cases import Case, Options, cases, check_choice
-from mhcgen.verify.compare import Returned, expected, returned_errors
+from mhcgen.verify.compare import Published, Returned, expected, returned_errors
 from mhcgen.verify.inputs import Call, draw
 from mhcgen.verify.report import Outcome
 from mhcgen.verify.subject import Subject
@@ -148,15 +148,16 @@ class Emulator:
         """Takes the ranks."""
         self.ranks = ranks
 
-    def publish(self, call: Call) -> list[torch.Tensor]:
-        """Publishes on every rank; returns the rows in each mailbox."""
+    def publish(self, call: Call) -> Published:
+        """Publishes on every rank."""
         ranks = self.ranks
         launch_publish(ranks, call, ranks.tensor)
         ranks.run()
-        return [
+        rows = [
             as_torch(ranks.mailbox(rank, ranks.generation(rank), call.m))
             for rank in range(ranks.plan.tp)
         ]
+        return Published(rows[0], rows)
 
     def consume(self, call: Call) -> list[Returned]:
         """Takes what was published through the boundary and the mixes."""

@@ -19,7 +19,7 @@ from mhcgen.compilation import CompileError
 from mhcgen.errors import MhcgenError
 from mhcgen.verify.calls import Executor, run_calls
 from mhcgen.verify.cases import TORCHRUN, Case, Options, cases, check_choice
-from mhcgen.verify.compare import Returned
+from mhcgen.verify.compare import Published, Returned
 from mhcgen.verify.inputs import Call, RoutedRows
 from mhcgen.verify.report import Outcome
 from mhcgen.verify.subject import Subject
@@ -238,8 +238,8 @@ class GpuRanks:
             poison(rank, self.mixes)
         self.generation = generation_of(ranks[0])
 
-    def publish(self, call: Call) -> list[Tensor]:
-        """Publishes on every rank; returns the rows in each mailbox, rank 0's first."""
+    def publish(self, call: Call) -> Published:
+        """Publishes on every rank."""
 
         def launch() -> None:
             for rank in self.ranks:
@@ -250,7 +250,7 @@ class GpuRanks:
         for rank in self.ranks:
             buffer = rank._launcher.mailbox.buffer
             rows.append(buffer[generation_of(rank), :, : call.m].cpu())
-        return [self.together.first(rows[0]), *rows]
+        return Published(self.together.first(rows[0]), rows)
 
     def consume(self, call: Call) -> list[Returned]:
         """Takes what was published through the boundary; then makes the call again."""

@@ -24,7 +24,9 @@ from mhcgen.plan import Plan, make_plan
 from mhcgen.render import kernel_rows
 from mhcgen.resources import resource
 from mhcgen.spec_file import load_spec
-from mhcgen.verify import Case, as_numpy, as_torch, constants_of, run
+from mhcgen.verify.cases import Case
+from mhcgen.verify.on_cpu import as_numpy, as_torch, run
+from mhcgen.verify.subject import Subject
 from tests.emulator.conftest import Load
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
@@ -91,7 +93,7 @@ def test_a_boundary_takes_half_a_second_at_most(load: Load) -> None:
         ranks.run()
         seconds = (time.process_time() - start) / plan.tp
     assert seconds < 0.5
-    expected = inputs.boundary(constants_of(plan))
+    expected = inputs.boundary(Subject.of_plan(plan).constants)
     residual = as_torch(output.streams.residual.read(0))
     assert reference.bits_equal(residual, expected.residual)
 
