@@ -395,3 +395,9 @@ def test_mutant_is_caught(
     )
     tried = stressed(package) if mutant in PROTOCOL else outcomes(package)
     assert any(not outcome.ok for outcome in tried)
+
+
+def test_the_documentation_lists_the_mutants_of_the_protocol(repository: Path) -> None:
+    text = (repository / "docs" / "emulator.md").read_text("utf-8")
+    listed = text.split("Mutants of the protocol:\n\n")[1].split("\n\n")[0]
+    assert listed.splitlines() == [f"- {mutant.name}" for mutant in PROTOCOL]

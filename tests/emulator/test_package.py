@@ -2,12 +2,14 @@
 
 import dataclasses
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from mhcgen import reference
+from mhcgen.build import write_files
 from mhcgen.emulator.errors import DeadlockError, MemoryFaultError
 from mhcgen.emulator.package import (
     EmulatedPackage,
@@ -17,15 +19,17 @@ from mhcgen.emulator.package import (
     Streams,
     Tensor,
     Weights,
+    compile_ptx,
     host_code,
+    load_package,
     marshalled,
 )
 from mhcgen.plan import Plan, make_plan
-from mhcgen.render import kernel_rows
+from mhcgen.render import kernel_rows, render
 from mhcgen.resources import resource
 from mhcgen.spec_file import load_spec
 from mhcgen.verify.cases import Case
-from mhcgen.verify.on_cpu import as_numpy, as_torch, run
+from mhcgen.verify.on_cpu import as_numpy, as_torch, kernels_of, run
 from mhcgen.verify.subject import Subject
 from tests.emulator.conftest import Load
 
@@ -62,6 +66,22 @@ def test_every_output(load: Load, name: str, arch: str) -> None:
             case = Case(arch, transport, tokens, seed=len(tokens) + plan.tp)
             outcome = run(package, case)
             assert outcome.ok, (outcome.errors, outcome.problems)
+
+
+def test_what_the_compiler_emits_for_sm_120a(tmp_path: Path, narrow_plan: Plan) -> None:
+    """The kernels of sm_90a, compiled for a target that specs need not know."""
+    folder, ptx = tmp_path / narrow_plan.name, tmp_path / "ptx"
+    files = {
+        path: text.replace("sm_90a", "sm_120a") if path.suffix != ".yaml" else text
+        for path, text in render(narrow_plan).items()
+    }
+    write_files(folder, files)
+    compile_ptx(folder, ["sm_120a"], ptx, kernels_of(folder, {"unicast"}))
+    package = load_package(folder, "sm_120a", ptx)
+    as_sm_90a = dataclasses.replace(package, arch="sm_90a")
+    for m in (1, 5):
+        outcome = run(as_sm_90a, Case("sm_90a", "unicast", (m,) * 7, seed=m))
+        assert outcome.ok, (outcome.errors, outcome.problems)
 
 
 def prepared(

@@ -55,7 +55,7 @@ BROKEN = [
     (
         "steps.py",
         "zip(comb, old, strict=True)",
-        "zip(comb[::-1], old[::-1], strict=True)",
+        "zip(comb[::-1], old, strict=True)",
         "residual",
     ),
     ("mixes.py", "Float32(POST_MULT) * sigmoid", "sigmoid", "post"),
