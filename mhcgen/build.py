@@ -18,10 +18,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from mhcgen.errors import MhcgenError, visible
 from mhcgen.manifest import MANIFEST, read_manifest
-from mhcgen.render import Files
+
+if TYPE_CHECKING:
+    from mhcgen.render import Files
 
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
@@ -49,7 +52,7 @@ class Package:
     """
 
     name: str
-    files: Files
+    files: "Files"
     out: Path
 
     @property
@@ -84,7 +87,7 @@ class Package:
         return not any(True for _ in self.differences())
 
 
-def write_files(folder: Path, files: Files) -> None:
+def write_files(folder: Path, files: "Files") -> None:
     """Writes the files of a package into a new folder, down to the disk.
 
     Raises:

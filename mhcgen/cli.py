@@ -1,4 +1,8 @@
-"""The command line. Exit codes: 0 done, 1 failed or stale, 2 the user's mistake."""
+"""The command line. Exit codes: 0 done, 1 failed or stale, 2 the user's mistake.
+
+What needs more than torch, numpy, typer and rich is imported where it is used: then a
+package can be verified on a GPU machine that has nothing else.
+"""
 
 import json
 import os
@@ -9,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -22,14 +26,14 @@ from mhcgen.compilation import (
     check_archs,
     compile_kernels,
     jobs_of,
+    require_manifest,
 )
 from mhcgen.console import progress, show_diff, show_table
 from mhcgen.errors import MhcgenError, PlanError
-from mhcgen.explain import as_json, explain, show
-from mhcgen.plan import Plan, make_plan
-from mhcgen.render import RESOLVED_SPEC, render
-from mhcgen.spec import schema_text
-from mhcgen.spec_file import load_spec
+
+if TYPE_CHECKING:
+    from mhcgen.plan import Plan
+    from mhcgen.verify.report import Outcome
 
 app = typer.Typer(
     add_completion=False,
@@ -92,6 +96,8 @@ def build(
 
     A package is replaced once all its kernels compile, and whole or not at all.
     """
+    from mhcgen.render import render
+
     plans = load_plans(specs, arch or ())
     packages = [Package(plan.name, render(plan), out) for plan in plans]
     if check:
@@ -144,6 +150,8 @@ def compile_(
     jobs: Jobs = None,
 ) -> None:
     """Compile every kernel of specs or of packages, and show what each uses."""
+    from mhcgen.render import render
+
     archs = arch or ()
     packages = [path for path in sources if path.is_dir()]
     plans = load_plans([path for path in sources if path not in packages], archs)
@@ -197,6 +205,8 @@ def explain_(
     json_: AsJson = False,
 ) -> None:
     """Show everything that follows from a spec, and where each number comes from."""
+    from mhcgen.explain import as_json, explain, show
+
     (plan,) = load_plans([spec], arch or ())
     sections = explain(plan, arch or (), tokens)
     if json_:
@@ -208,6 +218,9 @@ def explain_(
 @app.command("verify")
 def verify_(
     source: Annotated[Path, typer.Argument(metavar="SPEC_OR_PACKAGE")],
+    device: Annotated[
+        str, typer.Option(metavar="D", help="cpu, which is the emulator, or cuda.")
+    ] = "cpu",
     arch: Archs = None,
     transport: Annotated[
         list[str] | None,
@@ -230,30 +243,58 @@ def verify_(
         Path | None, typer.Option("--json", metavar="FILE", help="Write JSON there.")
     ] = None,
 ) -> None:
-    """Run kernels in the emulator, and compare every output with the reference."""
-    from mhcgen import verify
+    """Run every kernel, and compare every output with the reference.
 
+    In the emulator, or with --device cuda on GPUs: one plays all ranks, unless
+    torch.distributed.run starts a process for each.
+    """
+    from mhcgen.verify.cases import Options
+
+    options = Options(arch or (), transport or (), tokens, calls, seed, stress)
+    if device not in ("cpu", "cuda"):
+        raise MhcgenError(
+            f"--device {device!r}: kernels run on cpu, in the emulator, or on cuda"
+        )
     with tempfile.TemporaryDirectory(prefix="mhcgen-") as temporary:
-        if source.is_dir():
-            jobs_of(source, arch or ())  # refuses a folder that is no package
-            folder, plan = source, _load_plan(source / RESOLVED_SPEC)
-        else:
-            (plan,) = load_plans([source], arch or ())
+        folder = source
+        if not source.is_dir():
+            from mhcgen.render import render
+
+            (plan,) = load_plans([source], ())
             folder = Path(temporary, plan.name)
             write_files(folder, render(plan))
-        sizes = verify.sizes_of(plan, tokens)
-        verify.check_choice("--transport", transport or (), plan.transports)
-        archs = arch or [target.arch for target in plan.targets]
-        transports = transport or plan.transports
-        cases = [*verify.cases(plan, archs, transports, sizes, calls, seed, stress)]
-        with progress("verifying", len(cases)) as advance:
-            outcomes = verify.verify(folder, cases, advance)
-    verify.show(outcomes, plan.name, source)
-    if json_ is not None:
-        content = [outcome.as_json() for outcome in outcomes]
-        write_text(json_, json.dumps({"name": plan.name, "cases": content}) + "\n")
+        manifest = require_manifest(folder)
+
+        def tell(outcomes: "Sequence[Outcome]") -> None:
+            show_outcomes(outcomes, manifest.name, source, json_)
+
+        if device == "cuda":
+            from mhcgen.verify import on_cuda
+
+            outcomes = on_cuda.verify(folder, options, tell)
+        else:
+            from mhcgen.verify import on_cpu
+
+            cases = on_cpu.wanted_cases(folder, options)
+            with progress("verifying", len(cases)) as advance:
+                outcomes = on_cpu.verify(folder, cases, advance)
+    tell(outcomes)
     if not all(outcome.ok for outcome in outcomes):
         raise typer.Exit(1)
+
+
+def show_outcomes(
+    outcomes: "Sequence[Outcome]", name: str, source: Path, json_: Path | None
+) -> None:
+    """Shows what became of cases and writes it as JSON; of several ranks, the first."""
+    from mhcgen.verify import report, together
+
+    if together.global_rank() > 0:
+        return
+    report.show(outcomes, name, source)
+    if json_ is not None:
+        content = [outcome.as_json() for outcome in outcomes]
+        write_text(json_, json.dumps({"name": name, "cases": content}) + "\n")
 
 
 @app.command()
@@ -263,6 +304,8 @@ def schema(
     ] = None,
 ) -> None:
     """Print the JSON Schema of specs, for editors."""
+    from mhcgen.spec import schema_text
+
     if output is None:
         print(schema_text(), end="")
         return
@@ -281,7 +324,7 @@ def write_text(path: Path, text: str) -> None:
         raise BuildError(f"cannot write {path}: {error.strerror}") from error
 
 
-def load_plans(paths: Iterable[Path], archs: Sequence[str]) -> list[Plan]:
+def load_plans(paths: Iterable[Path], archs: Sequence[str]) -> "list[Plan]":
     """The plans of specs, all of them or none.
 
     Raises:
@@ -309,7 +352,10 @@ def load_plans(paths: Iterable[Path], archs: Sequence[str]) -> list[Plan]:
     return list(plans.values())
 
 
-def _load_plan(path: Path) -> Plan:
+def _load_plan(path: Path) -> "Plan":
+    from mhcgen.plan import make_plan
+    from mhcgen.spec_file import load_spec
+
     source = load_spec(path)
     try:
         return make_plan(source.spec)

@@ -16,6 +16,7 @@ from resource import RUSAGE_CHILDREN, getrusage
 
 import pytest
 
+import mhcgen.render
 from mhcgen import __version__, cli
 from mhcgen.manifest import read_manifest
 from mhcgen.plan import Plan
@@ -366,7 +367,7 @@ def test_package_that_does_not_compile_is_not_installed(
 ) -> None:
     built(run, GLM53)
     before = {p: p.read_bytes() for p in (tmp_path / "generated").rglob("*.*")}
-    render = cli.render
+    render = mhcgen.render.render
 
     def broken(plan: Plan) -> dict[object, str]:
         files = render(plan)
@@ -375,7 +376,7 @@ def test_package_that_does_not_compile_is_not_installed(
             for path, text in files.items()
         }
 
-    monkeypatch.setattr(cli, "render", broken)
+    monkeypatch.setattr(mhcgen.render, "render", broken)
     result = run("build", GLM53)
     assert (result.code, result.out) == (1, "")
     assert re.match(r"glm53: \w+ does not compile for sm_\w+:\n", result.err)

@@ -1,8 +1,9 @@
 """Bugs planted in the kernels: each must be caught, or the tests prove little.
 
 Each mutant changes one place of a rendered package. It is caught where an output, the
-state of the mailbox or the emulator's own checks differ in one of a few cases: the hard
-inputs of `mhcgen verify`, and some seeds of the adversarial scheduler.
+state of the mailbox or the emulator's own checks differ in one of a few cases. Those of
+the protocol must fail under the adversarial scheduler, within the seeds that
+test_stress.py runs; the others in the hard inputs of `mhcgen verify`, or there.
 
 Two changes were tried and break nothing, so they are not here. To advance the
 generation by two is as good as by one: modulo three, both visit all. And publish may
@@ -22,11 +23,11 @@ from mhcgen.compilation import compile_kernels, jobs_of
 from mhcgen.emulator.package import EmulatedPackage, load_package
 from mhcgen.plan import Plan, make_plan
 from mhcgen.render import Files, render
-from mhcgen.verify import Case, Outcome, cases, run
-from tests.emulator.conftest import Load
+from mhcgen.verify.cases import Case
+from mhcgen.verify.on_cpu import run
+from mhcgen.verify.report import Outcome
+from tests.emulator.conftest import ARCH, SEEDS, Load, stress_cases
 
-ARCH = "sm_90a"
-SEEDS = 16
 BOUNDARIES = ("boundary", "grouped_boundary_3")
 FINALIZES = tuple(
     f"finalize_{dtype}{shared}_unicast"
@@ -332,12 +333,17 @@ def original(load: Load, mutated_plan: Plan) -> EmulatedPackage:
     return load(mutated_plan, ARCH, sorted(names))
 
 
+def stressed(package: EmulatedPackage) -> Iterator[Outcome]:
+    """The seeds that no mutant of the protocol survives."""
+    for case in stress_cases(package.plan, "unicast", 0, SEEDS):
+        yield run(package, case)
+
+
 def outcomes(package: EmulatedPackage) -> Iterator[Outcome]:
-    """The cases that mutants must not survive, cheap ones first."""
+    """What no other mutant survives: the hard inputs, then the seeds."""
     for tokens in ((1,) * 7, (2,) * 7, (5,) * 7):
         yield run(package, Case(ARCH, "unicast", tokens, seed=1))
-    for case in cases(package.plan, [ARCH], ["unicast"], [], None, 0, SEEDS):
-        yield run(package, case)
+    yield from stressed(package)
 
 
 def test_the_original_is_right(original: EmulatedPackage) -> None:
@@ -346,9 +352,9 @@ def test_the_original_is_right(original: EmulatedPackage) -> None:
 
 
 @pytest.fixture(scope="session")
-def mutants(tmp_path_factory: pytest.TempPathFactory, mutated_plan: Plan) -> Path:
+def mutants(shared_folder: Path, mutated_plan: Plan) -> Path:
     """A folder for each mutant: its package and its PTX, compiled once."""
-    root = tmp_path_factory.getbasetemp().parent / "mutants"
+    root = shared_folder / "mutants"
     with FileLock(f"{root}.lock"):
         if not root.exists():
             half = root.with_name("half_mutants")
@@ -387,4 +393,11 @@ def test_mutant_is_caught(
     package = EmulatedPackage(
         changed.plan, ARCH, {**original.programs, **changed.programs}, changed.host
     )
-    assert any(not outcome.ok for outcome in outcomes(package))
+    tried = stressed(package) if mutant in PROTOCOL else outcomes(package)
+    assert any(not outcome.ok for outcome in tried)
+
+
+def test_the_documentation_lists_the_mutants_of_the_protocol(repository: Path) -> None:
+    text = (repository / "docs" / "emulator.md").read_text("utf-8")
+    listed = text.split("Mutants of the protocol:\n\n")[1].split("\n\n")[0]
+    assert listed.splitlines() == [f"- {mutant.name}" for mutant in PROTOCOL]

@@ -10,20 +10,18 @@ from mhcgen.emulator.machine import Program
 from mhcgen.emulator.package import EmulatedPackage
 from mhcgen.emulator.ptx import Instruction
 from mhcgen.plan import Plan
-from mhcgen.verify import Case, cases, run
-from tests.emulator.conftest import Load
+from mhcgen.verify.on_cpu import run
+from tests.emulator.conftest import ARCH, SEEDS, Load, stress_cases
 
-
-def seeds(plan: Plan, transport: str, first: int, count: int) -> list[Case]:
-    return [*cases(plan, ["sm_90a"], [transport], [], None, first, count)]
+AT_ONCE = 5
 
 
 @pytest.mark.parametrize("transport", ["multicast", "unicast"])
-@pytest.mark.parametrize("first", [0, 6, 12, 18])
+@pytest.mark.parametrize("first", range(0, SEEDS, AT_ONCE))
 def test_seeds(load: Load, narrow_plan: Plan, transport: str, first: int) -> None:
-    package = load(narrow_plan, "sm_90a")
-    for case in seeds(narrow_plan, transport, first, 6):
-        assert len(set(case.tokens)) > 1 or len(case.tokens) == 6
+    package = load(narrow_plan, ARCH)
+    for case in stress_cases(narrow_plan, transport, first, AT_ONCE):
+        assert len(case.tokens) == 6
         outcome = run(package, case)
         assert outcome.ok, (case, outcome.errors, outcome.problems)
 
@@ -86,6 +84,8 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_caught(load: Load, narrow_plan: Plan, name: str) -> None:
     kernels, change = MUTANTS[name]
-    package = mutant(load(narrow_plan, "sm_90a"), kernels, change)
-    outcomes = (run(package, c) for c in seeds(narrow_plan, "unicast", 0, 50))
+    package = mutant(load(narrow_plan, ARCH), kernels, change)
+    outcomes = (
+        run(package, case) for case in stress_cases(narrow_plan, "unicast", 0, SEEDS)
+    )
     assert any(not outcome.ok for outcome in outcomes)
