@@ -134,7 +134,7 @@ def load_package(folder: Path, arch: str, ptx: Path) -> EmulatedPackage:
     host = {
         module: host_code((folder / f"{module}.py").read_text("utf-8"))
         for module in MODULES
-        if (folder / f"{module}.py").exists()
+        if any(name.startswith(module) for name in programs)
     }
     return EmulatedPackage(plan_of(folder), arch, programs, host)
 
