@@ -141,7 +141,7 @@ def test_a_boundary_without_a_publish_hangs(load: Load, narrow_plan: Plan) -> No
     ranks.consume(streams, weights)
     with pytest.raises(DeadlockError, match="polls memory that does not change") as e:
         ranks.run()
-    assert "in mhcgen_narrow_boundary, rank 0, block (0, 0, 0)" in str(e.value)
+    assert "in mhcgen_narrow_boundary_1, rank 0, block (0, 0, 0)" in str(e.value)
 
 
 def test_rows_beyond_the_call_are_out_of_bounds(load: Load, narrow_plan: Plan) -> None:
@@ -182,7 +182,8 @@ def test_host_code(load: Load, narrow_plan: Plan) -> None:
         ("x", "mailboxes", "state", "rank"), True
     )
     assert not package.of_kernel("mixes").dependent
-    assert package.of_kernel("grouped_boundary_3").arguments[0] == "residual"
+    boundaries = [package.of_kernel(f"boundary_3{s}") for s in ("", "_unicast")]
+    assert boundaries[0] is boundaries[1] and boundaries[0].arguments[0] == "x"
     with pytest.raises(ValueError, match=r"not enough values"):
         host_code("def other(): pass")
 

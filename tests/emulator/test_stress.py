@@ -68,16 +68,27 @@ def mutant(package: EmulatedPackage, kernels: str, change: Change) -> EmulatedPa
     return dataclasses.replace(package, programs=programs)
 
 
+def unfenced(instruction: Instruction) -> Instruction | None:
+    """Neither a fence nor an arrival tells the peers of the mbarriers."""
+    if instruction.opcode == "fence.mbarrier_init.release.cluster":
+        return None
+    relax = opcode("barrier.cluster.arrive", "barrier.cluster.arrive.relaxed")
+    return relax(instruction)
+
+
+CONSUMES, PUBLISHES = "boundary_1", "boundary_1_unicast"
 MUTANTS = {
-    "no barrier before the block's sums": ("boundary", opcode("bar.sync", nth=1)),
-    "no barrier before the block's squares": ("boundary", opcode("bar.sync", nth=2)),
-    "sums sent without release": (
-        "boundary",
-        opcode("barrier.cluster.arrive", "barrier.cluster.arrive.relaxed"),
-    ),
-    "rows taken before they arrive": ("boundary", opcode("setp.eq.b64", "setp.ge.u64")),
-    "slots not armed again": ("boundary", opcode("st.global.v4.b32", nth=1)),
+    "no barrier before the block counts itself": (PUBLISHES, opcode("bar.sync", nth=2)),
+    "no barrier before the block's sums": (PUBLISHES, opcode("bar.sync", nth=3)),
+    "no barrier before the block's squares": (CONSUMES, opcode("bar.sync", nth=4)),
+    "mbarriers that peers need not see": (PUBLISHES, unfenced),
+    "no wait for the copies": (CONSUMES, opcode("cp.async.wait_all")),
+    "rows taken before they arrive": (CONSUMES, opcode("setp.eq.b64", "setp.ge.u64")),
+    "slots not armed again": (CONSUMES, opcode("st.global.v4.b32", nth=1)),
     "minus zero not replaced": ("publish.*", opcode("xor.b32", "or.b32")),
+    "minus zero not replaced in one launch": (PUBLISHES, opcode("xor.b32", "or.b32")),
+    "no wait in one launch": (PUBLISHES, opcode("griddepcontrol.wait")),
+    "no wait at the end": (CONSUMES, opcode("griddepcontrol.wait")),
 }
 
 
