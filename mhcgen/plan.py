@@ -35,6 +35,7 @@ LOCAL = "local"  # the transport of one rank alone
 PUBLISH_THREADS = 128
 MAX_FN_AHEAD = 6  # octets of fn in flight while the projection reads it from L2
 MBARRIER_BYTES = 8
+FEW_TOKENS = 2  # whose pre-mix each lane of a boundary computes for itself
 MOST_AT_ONCE = 5  # fragments whose arrival a thread awaits together
 FEWEST_TOKENS = 4  # tokens a cluster that fn must leave room for in shared memory
 TRIPS = (1, 2, 4, 8, 16, 32)  # what the plan picks from
@@ -246,6 +247,7 @@ class TargetPlan:
             group * plan.token_weights * 4,
             self.warps * group * plan.sums_stride * 4,  # partial sums
             0 if plan.delayed else group * self.warps * 4,  # squares of the warps
+            0 if plan.delayed or group <= FEW_TOKENS else group * plan.hc * 4,  # pre
             self.fn_bytes,
         )
         return sum(aligned(stage, FRAGMENT_BYTES) for stage in stages)
