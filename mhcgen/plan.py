@@ -258,6 +258,14 @@ class TargetPlan:
         """The distinct token groups, rising."""
         return tuple(sorted({row.group for row in self.token_groups}))
 
+    def order_of_sums(self, row: TokenGroup) -> object:
+        """What decides in which order the sums of a token are added.
+
+        With one order for all rows of the dispatch table, a token's bits depend neither
+        on M nor on its place nor on its token group.
+        """
+        return self.cluster_size, self.warps, self.plan.trips, self.plan.projection
+
     def token_group(self, tokens: int) -> TokenGroup:
         """The dispatch row for a call of ``tokens`` tokens (1 to the capacity)."""
         for row in self.token_groups:
@@ -1038,6 +1046,18 @@ def target_problems(
                     allowed=f"at most {fits} at cluster size {planned.cluster_size}",
                 )
             )
+    orders = {planned.order_of_sums(row) for row in planned.token_groups}
+    if plan.spec.batch_invariant and len(orders) > 1:
+        problems.append(
+            Problem(
+                ("batch_invariant",),
+                f"on {architecture.name}, token groups add their sums in {len(orders)} "
+                "orders, and bits would depend on M",
+                given="true",
+                allowed="false",
+                hint="or give all token groups of the target one shape",
+            )
+        )
     return problems
 
 
