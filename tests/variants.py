@@ -48,13 +48,13 @@ FP32 = {"fn_weight": "fp32"}
 MEANS = {"stream_mean": True}
 
 VARIANTS = (
-    variant("half", precision=FP16, moe={"top_k": 2, "weight_dtypes": ["bf16"]}),
-    variant("half_means", hc=8, precision=FP16, outputs=MEANS, arch="sm_100a"),
-    variant("single", hidden=512, precision=FP32, arch="sm_103a"),
-    variant("single_in_l2", hidden=1032, hc=8, precision=FP32),
-    variant("single_half", hc=2, tp=4, precision=FP16 | FP32),
-    variant("single_one_stream", hc=1, tp=1, precision=FP32, outputs=MEANS),
-    variant("single_trips", hidden=1032, hc=8, precision=FP32, cluster_size=1),
+    variant("fp16", precision=FP16, moe={"top_k": 2, "weight_dtypes": ["bf16"]}),
+    variant("fp16_means", hc=8, precision=FP16, outputs=MEANS, arch="sm_100a"),
+    variant("fp32", hidden=512, precision=FP32, arch="sm_103a"),
+    variant("fp32_in_l2", hidden=1032, hc=8, precision=FP32),
+    variant("fp16_and_fp32", hc=2, tp=4, precision=FP16 | FP32),
+    variant("fp32_one_stream", hc=1, tp=1, precision=FP32, outputs=MEANS),
+    variant("fp32_trips", hidden=1032, hc=8, precision=FP32, cluster_size=1),
     variant("fma_in_registers", hidden=256, precision={"projection": "fma"}),
     variant(
         "fma_of_one_token",
@@ -65,7 +65,7 @@ VARIANTS = (
     variant("plus_one", norm_weight="plus_one"),
     variant("no_norm_weight", norm_weight="none", outputs=MEANS),
     variant("delayed", tp=4, pre_mix="delayed", outputs=MEANS),
-    variant("delayed_half", hc=8, pre_mix="delayed", precision=FP16),
+    variant("delayed_fp16", hc=8, pre_mix="delayed", precision=FP16),
     variant(
         "delayed_trips",
         hidden=1032,

@@ -1,5 +1,6 @@
 """Packages whose kernels are compiled once, whichever test process comes first."""
 
+import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -28,7 +29,10 @@ def narrow_plan(narrow_path: Path) -> Plan:
 @pytest.fixture(scope="session")
 def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     """Gives the kernels of a plan for one architecture; all kernels, or those named."""
-    root = tmp_path_factory.getbasetemp().parent / "emulated"
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # the one of the whole session
+    root /= "emulated"
     loaded: dict[tuple[str, str], EmulatedPackage] = {}
 
     def load(plan: Plan, arch: str, names: Collection[str] = ()) -> EmulatedPackage:

@@ -37,7 +37,7 @@ def test_every_output(load: Load, plan: Plan) -> None:
         assert outcome.ok, (outcome.errors, outcome.problems)
 
 
-STRESSED = ("half", "single_in_l2", "delayed", "delayed_trips", "delayed_half")
+STRESSED = ("fp16", "fp32_in_l2", "delayed", "delayed_trips", "delayed_fp16")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_forward_passes_in_flight(load: Load, plan: Plan) -> None:
         assert ranks.idle_problems() == []
 
 
-@pytest.mark.parametrize("name", ["plus_one", "single", "delayed", "half_means"])
+@pytest.mark.parametrize("name", ["plus_one", "fp32", "delayed", "fp16_means"])
 def test_a_token_has_the_same_bits_wherever_it_is(load: Load, name: str) -> None:
     """Alone, in a group, first, last or between: the same on every rank, too."""
     plan = next(plan for plan in VARIANTS if plan.name == name)
