@@ -251,7 +251,7 @@ class TargetPlan:
         """Shared memory that holds a block's part of fn, if that is its home."""
         if self.plan.fn_home != "shared":
             return 0
-        return self.threads * self.plan.fn_fragments * FRAGMENT_BYTES
+        return self.threads * self.plan.fn_thread_bytes
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -675,6 +675,21 @@ class Plan:
         if self.projection == "fma":
             return self.trips * self.mix * self.fn_halves
         return self.trips * len(self.chunks) * self.fn_octets
+
+    @property
+    def fn_thread_bytes(self) -> int:
+        """Bytes of fn that one thread multiplies."""
+        return self.fn_fragments * FRAGMENT_BYTES
+
+    @property
+    def fn_partial_octet(self) -> bool:
+        """Whether the rows of fn end within an octet."""
+        return self.mix % OCTET > 0
+
+    @property
+    def fn_octets_are_odd(self) -> bool:
+        """Whether the rows of fn leave half a tile to the tokens, and not a whole."""
+        return self.fn_octets % 2 == 1
 
     @property
     def fn_ahead(self) -> int:

@@ -269,7 +269,7 @@ def test_explain_shows_derivations(run: Run, glm53_plan: Plan) -> None:
     result = run("explain", GLM53, "--arch", "sm_90a", "--tokens", 33)
     assert result.code == 0
     lines = [re.sub(r"\s+", " ", line.strip()) for line in result.out.splitlines()]
-    derivation = f"= 512 fragments / {target.cluster_size} blocks x 4 lanes"
+    derivation = f"= {target.warps} warps x 32"
     assert f"threads {target.threads} {derivation}" in lines
     assert "total bytes 25165824 = 3 generations x 8388608" in lines
     assert "1 1 1" in lines  # lane 1 polls rank 1 and owns stream 1
