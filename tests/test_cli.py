@@ -68,7 +68,11 @@ def wrong(tmp_path: Path) -> Path:
 @pytest.fixture
 def unplannable(tmp_path: Path) -> Path:
     path = tmp_path / "unplannable.yaml"
-    path.write_text(GLM53.read_text().replace("cluster_size: 8", "cluster_size: 7"))
+    path.write_text(
+        GLM53.read_text()
+        .replace("cluster_size: 8", "cluster_size: 16")
+        .replace("sm_90a:", "sm_120a:")
+    )
     return path
 
 
@@ -194,12 +198,12 @@ def test_all_wrong_specs_are_reported(run: Run, wrong: Path, tmp_path: Path) -> 
 
 
 def test_spec_without_a_plan(run: Run, unplannable: Path, tmp_path: Path) -> None:
-    line = unplannable.read_text().splitlines().index("  sm_90a:") + 2
+    line = unplannable.read_text().splitlines().index("  sm_120a:") + 2
     for command in ("build", "compile", "explain"):
         result = run(command, unplannable)
         assert (result.code, result.out) == (2, "")
         assert f"unplannable.yaml:{line}:" in result.err
-        assert "targets.sm_90a.cluster_size" in result.err
+        assert "targets.sm_120a.cluster_size" in result.err
         assert "Traceback" not in result.err
     assert [path.name for path in tmp_path.iterdir()] == ["unplannable.yaml"]
 
