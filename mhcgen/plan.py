@@ -338,8 +338,11 @@ class Plan:
 
     @property
     def sums(self) -> int:
-        """Values of the first reduction: the mixes and the square sum."""
-        return self.mix + 1
+        """Values of the first reduction: the mixes and the square sum.
+
+        With a delayed pre-mix, it has the squares of the norm as well.
+        """
+        return self.mix + 1 + self.delayed
 
     @property
     def projection(self) -> Projection:
