@@ -270,6 +270,14 @@ class TargetPlan:
         rows = self.token_groups if self.plan.tp > 1 else ()
         return tuple(sorted({row.group for row in rows if row.launches == 1}))
 
+    def order_of_sums(self, row: TokenGroup) -> object:
+        """What decides in which order the sums of a token are added.
+
+        With one order for all rows of the dispatch table, a token's bits depend neither
+        on M nor on its place nor on its token group.
+        """
+        return self.cluster_size, self.warps, self.plan.trips, self.plan.projection
+
     def token_group(self, tokens: int) -> TokenGroup:
         """The dispatch row for a call of ``tokens`` tokens (1 to the capacity)."""
         for row in self.token_groups:
@@ -352,8 +360,11 @@ class Plan:
 
     @property
     def sums(self) -> int:
-        """Values of the first reduction: the mixes and the square sum."""
-        return self.mix + 1
+        """Values of the first reduction: the mixes and the square sum.
+
+        With a delayed pre-mix, it has the squares of the norm as well.
+        """
+        return self.mix + 1 + self.delayed
 
     @property
     def projection(self) -> Projection:
@@ -1119,6 +1130,18 @@ def target_problems(
                     allowed=f"at most {fits} at cluster size {planned.cluster_size}",
                 )
             )
+    orders = {planned.order_of_sums(row) for row in planned.token_groups}
+    if plan.spec.batch_invariant and len(orders) > 1:
+        problems.append(
+            Problem(
+                ("batch_invariant",),
+                f"on {architecture.name}, token groups add their sums in {len(orders)} "
+                "orders, and bits would depend on M",
+                given="true",
+                allowed="false",
+                hint="or give all token groups of the target one shape",
+            )
+        )
     return problems
 
 
