@@ -26,10 +26,12 @@ from mhcgen.compilation import (
 from mhcgen.console import progress, show_diff, show_table
 from mhcgen.errors import MhcgenError, PlanError
 from mhcgen.explain import as_json, explain, show
+from mhcgen.hf_config import read_config
 from mhcgen.plan import Plan, make_plan
 from mhcgen.render import RESOLVED_SPEC, render
 from mhcgen.spec import schema_text
 from mhcgen.spec_file import load_spec
+from mhcgen.text_file import write_whole
 
 app = typer.Typer(
     add_completion=False,
@@ -254,6 +256,38 @@ def verify_(
         write_text(json_, json.dumps({"name": plan.name, "cases": content}) + "\n")
     if not all(outcome.ok for outcome in outcomes):
         raise typer.Exit(1)
+
+
+@app.command()
+def init(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.json")],
+    tp: Annotated[int, typer.Option(metavar="N", help="Tensor-parallel ranks.")],
+    name: Annotated[
+        str | None, typer.Option(help="The spec's name; the model type's by default.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The spec; by default NAME.yaml."),
+    ] = None,
+    pre_mix: Annotated[
+        str | None, typer.Option(metavar="P", help="fresh (the default) or delayed.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the spec if it is there.")
+    ] = False,
+) -> None:
+    """Write a spec from the config.json of a Hugging Face model."""
+    made = read_config(config, tp, name, pre_mix)
+    path = out or Path(f"{made.spec.name}.yaml")
+    write_whole(path, made.text, overwrite=force)
+    show_table(
+        f"{made.spec.name}: from {config}",
+        ("field", "value", "from"),
+        [(".".join(v.loc), str(v.value), v.origin) for v in made.values],
+    )
+    for note in made.notes:
+        print(f"note: {note}")
+    print(f"{made.spec.name}: written to {path}")
 
 
 @app.command()
