@@ -32,6 +32,7 @@ _MESSAGES = {
     "literal_error": "not one of the choices",
     "string_pattern_mismatch": "not of the right form",
     "int_type": "not a whole number",
+    "bool_type": "not true or false",
     "float_type": "not a number",
     "string_type": "not text",
     "tuple_type": "not a list",
@@ -151,6 +152,8 @@ def _allowed(schema: Schema) -> str:
     match schema["type"]:
         case "integer" | "number":
             return _range(schema)
+        case "boolean":
+            return "true or false"
         case "string":
             return f"text like {schema['pattern']}"
         case "array":
@@ -182,8 +185,8 @@ def _nearest(node: Node, schema: Schema) -> str | None:
         if values:
             return f"nearest: {', '.join(f'{value:g}' for value in values)}"
     if schema.get("default") is not None and not _choices(schema):
-        default = schema["default"]
-        return f"such as {default:g}" if isinstance(default, int | float) else None
+        default, plain = schema["default"], schema["type"] in ("integer", "number")
+        return f"such as {default:g}" if plain else None
     return None
 
 

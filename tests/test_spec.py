@@ -77,11 +77,20 @@ def test_what_may_be_left_out(file: Path) -> None:
             "norm_eps": 1e-6,
             "post_mult": 2.0,
             "sinkhorn_iters": 20,
+            "pre_mix": "fresh",
+            "norm_weight": "plain",
         },
         "parallel": {"tp": 2, "transports": ["multicast", "unicast"]},
         "capacity": {"max_tokens": 256},
         "moe": None,
-        "precision": {"activation": "bf16", "fn_weight": "bf16"},
+        "precision": {
+            "activation": "bf16",
+            "fn_weight": "bf16",
+            "projection": "auto",
+        },
+        "batch_invariant": False,
+        "ends": {"entry": False, "exit": None},
+        "outputs": {"stream_mean": False},
         "targets": {
             arch: {"cluster_size": None, "token_groups": None} for arch in ARCHS
         },
@@ -96,6 +105,9 @@ def test_what_may_be_left_out(file: Path) -> None:
         "capacity: {}",
         "precision:",
         "precision: ~",
+        "ends:",
+        "ends: {exit: null}",
+        "outputs: {}",
         "moe:",
         "moe: null",
         "targets:",
@@ -173,8 +185,8 @@ def test_ranges_of_the_model(
 @pytest.mark.parametrize(
     ("section", "key", "legal", "wrong"),
     [
-        ("parallel", "tp", (2, 4, 8), (0, 1, 3, 16, 2.0)),
-        ("capacity", "max_tokens", (1, 256), (0, 257, 1.0)),
+        ("parallel", "tp", (1, 2, 4, 8, 16), (0, 3, 32, 2.0)),
+        ("capacity", "max_tokens", (1, 1024), (0, 1025, 1.0)),
         ("moe", "top_k", (1, 32), (0, 33, True)),
         ("targets.sm_90a", "cluster_size", (1, 16, None), (0, 17, 8.0)),
     ],

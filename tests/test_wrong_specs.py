@@ -35,9 +35,17 @@ FREE = (
 )
 HIDDEN = "a multiple of 8 from 64 to 16384"
 EPS = "a number from 1.2e-38 to 0.01"
-MODEL_KEYS = "hidden, hc, rms_eps, hc_eps, norm_eps, post_mult or sinkhorn_iters"
+MODEL_KEYS = (
+    "hidden, hc, rms_eps, hc_eps, norm_eps, post_mult, sinkhorn_iters, pre_mix or "
+    "norm_weight"
+)
 MODEL = f"a mapping with keys of {MODEL_KEYS.replace(' or', ',')}"
-ROOT_KEYS = "name, model, parallel, capacity, moe, precision or targets"
+ROOT_KEYS = (
+    "name, model, parallel, capacity, moe, precision, batch_invariant, ends, outputs "
+    "or targets"
+)
+TP = "1, 2, 4, 8 or 16"
+TOKENS = "a whole number from 1 to 1024"
 ROOT = f"a mapping with keys of {ROOT_KEYS.replace(' or', ',')}"
 
 
@@ -84,14 +92,14 @@ WRONG = [
         "  tp: 4\n",
         "",
         "6:1: parallel.tp: missing",
-        "    allowed: 2, 4 or 8; add it",
+        f"    allowed: {TP}; add it",
     ),
     wrong(
         "missing max_tokens of a token group",
         TARGETS,
         groups("{group: 1}"),
         "12:35: targets.sm_90a.token_groups[0].max_tokens: missing",
-        "    allowed: a whole number from 1 to 256; add it",
+        f"    allowed: {TOKENS}; add it",
     ),
     wrong(
         "missing group of a token group",
@@ -471,16 +479,16 @@ WRONG = [
     wrong(
         "tp too large",
         "tp: 4",
-        "tp: 16",
+        "tp: 32",
         "7:7: parallel.tp: not one of the choices",
-        "    given 16; allowed: 2, 4 or 8; nearest: 8",
+        f"    given 32; allowed: {TP}; nearest: 16",
     ),
     wrong(
         "tp too small",
         "tp: 4",
-        "tp: 1",
+        "tp: 0",
         "7:7: parallel.tp: not one of the choices",
-        "    given 1; allowed: 2, 4 or 8; nearest: 2",
+        f"    given 0; allowed: {TP}; nearest: 1",
     ),
     wrong(
         "epsilon zero",
@@ -536,14 +544,14 @@ WRONG = [
         "max_tokens: 256",
         "max_tokens: 0",
         "10:15: capacity.max_tokens: too small",
-        "    given 0; allowed: a whole number from 1 to 256; nearest: 1",
+        f"    given 0; allowed: {TOKENS}; nearest: 1",
     ),
     wrong(
         "max_tokens too large",
         "max_tokens: 256",
-        "max_tokens: 257",
+        "max_tokens: 1025",
         "10:15: capacity.max_tokens: too large",
-        "    given 257; allowed: a whole number from 1 to 256; nearest: 256",
+        f"    given 1025; allowed: {TOKENS}; nearest: 1024",
     ),
     wrong(
         "top_k too large",
@@ -569,9 +577,52 @@ WRONG = [
     wrong(
         "unknown activation",
         TARGETS,
-        "precision: {activation: fp16}",
+        "precision: {activation: f16}",
         "12:25: precision.activation: not one of the choices",
-        "    given fp16; allowed: bf16; did you mean bf16?",
+        "    given f16; allowed: bf16 or fp16; did you mean fp16?",
+    ),
+    wrong(
+        "unknown type of fn",
+        TARGETS,
+        "precision: {fn_weight: fp16}",
+        "12:24: precision.fn_weight: not one of the choices",
+        "    given fp16; allowed: bf16 or fp32; did you mean bf16?",
+    ),
+    wrong(
+        "unknown projection",
+        TARGETS,
+        "precision: {projection: tensor-cores}",
+        "12:25: precision.projection: not one of the choices",
+        "    given tensor-cores; allowed: auto, tensor_cores or fma; did you mean "
+        "tensor_cores?",
+    ),
+    wrong(
+        "unknown pre-mix",
+        "hc: 4",
+        "pre_mix: lazy",
+        "4:12: model.pre_mix: not one of the choices",
+        "    given lazy; allowed: fresh or delayed",
+    ),
+    wrong(
+        "unknown exit",
+        TARGETS,
+        "ends: {exit: average}",
+        "12:14: ends.exit: not one of the choices",
+        "    given average; allowed: mean, sigmoid or pre_mix",
+    ),
+    wrong(
+        "entry that is no truth value",
+        TARGETS,
+        "ends: {entry: 1}",
+        "12:15: ends.entry: not true or false",
+        "    given 1; allowed: true or false",
+    ),
+    wrong(
+        "batch_invariant as text",
+        TARGETS,
+        "batch_invariant: 'true'",
+        "12:18: batch_invariant: not true or false",
+        "    given 'true'; allowed: true or false",
     ),
     wrong(
         "empty list",
@@ -1053,11 +1104,7 @@ WRONG = [
         "    given *a; write the value out",
         "2:12: b[1]: an alias",
         "    given *a; write the value out",
-        "3:1: c: an unknown key",
-        f"    given c; allowed: {ROOT_KEYS}",
-        "3:4: c: an anchor",
-        "    given &c; write each value out",
-        "... and 5 more problems",
+        "... and 7 more problems",
     ),
     wrong_file(
         "alias of itself",
