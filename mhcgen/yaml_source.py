@@ -141,9 +141,7 @@ def read_text(path: Path, kind: str = "spec", pattern: str = "*.yaml") -> str:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise _unusable(
-            path, "no such file", hint=_similar_to(path, kind, pattern)
-        ) from None
+        raise _unusable(path, "no such file", hint=_similar_to(path, pattern)) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise _unusable(path, f"cannot be read: {reason}") from None
@@ -427,14 +425,14 @@ def _found_in(folder: Path, pattern: str) -> str | None:
     return f"it holds {', '.join(names[:3])}" if names else None
 
 
-def _similar_to(path: Path, kind: str, pattern: str) -> str:
+def _similar_to(path: Path, pattern: str) -> str:
     """A hint for the name of a file that is not there."""
     if not path.parent.is_dir():
         return f"there is no folder {shortened(str(path.parent))} either"
     close = difflib.get_close_matches(path.name, _names_in(path.parent, "*"), 3)
     if close:
         return f"did you mean {' or '.join(map(shortened, close))}?"
-    return _found_in(path.parent, pattern) or f"its folder holds no {kind}s"
+    return _found_in(path.parent, pattern) or f"its folder holds no {pattern}"
 
 
 def _names_in(folder: Path, pattern: str) -> list[str]:

@@ -291,7 +291,7 @@ def test_what_is_no_config_file(tmp_path: Path) -> None:
     assert "a directory, not a file it holds config.json" in text
     assert "did you mean config.json?" in refusal(tmp_path / "confg.json")
     (tmp_path / "empty").mkdir()
-    assert "its folder holds no configs" in refusal(tmp_path / "empty/a.json")
+    assert "its folder holds no *.json" in refusal(tmp_path / "empty/a.json")
 
 
 def test_large_file(tmp_path: Path) -> None:

@@ -1235,7 +1235,7 @@ def make_nothing() -> None:
         (
             make_nothing,
             "spec.yaml",
-            "spec.yaml: no such file its folder holds no specs",
+            "spec.yaml: no such file its folder holds no *.yaml",
         ),
         (
             make_nothing,
@@ -1256,7 +1256,7 @@ def make_nothing() -> None:
         (
             make_nothing,
             "\x1b[31mred.yaml",
-            "\\x1b[31mred.yaml: no such file its folder holds no specs",
+            "\\x1b[31mred.yaml: no such file its folder holds no *.yaml",
         ),
         (
             make_nothing,
