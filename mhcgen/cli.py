@@ -346,11 +346,9 @@ def matrix_(
     checks = matrix_run.Checks(
         source, tuple(arch or ()), compiled, device, tokens, calls, out
     )
-    expansion = matrix.expand(matrix.load_matrix(source))
+    expansion = matrix.expand(matrix.load_matrix(source), only or ())
     picked = expansion.legal
-    if only:
-        picked = matrix.chosen(expansion, only)
-    elif sample is not None:
+    if sample is not None:
         picked = matrix.sample(picked, sample, seed)
     with progress("checking", len(picked)) as advance:
         results = matrix_run.check(picked, checks, jobs or matrix_run.cores(), advance)

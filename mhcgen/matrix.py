@@ -16,7 +16,7 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -298,7 +298,7 @@ class Candidate:
             for axis in AXES
             if axis.is_needed or self.values[axis.name] != axis.default
         ]
-        name = "_".join(re.sub("[^a-z0-9_]", "", word) for word in words)
+        name = "_".join(words).translate({ord("."): "p", ord("-"): "m"})
         if len(name) <= MAX_NAME:
             return name
         digest = hashlib.sha256(self.key.encode()).hexdigest()[:HASH_DIGITS]
@@ -390,54 +390,56 @@ def reason_of(problem: Problem) -> str:
     return f"{key}: {message}"
 
 
-def expand(matrix: Matrix) -> Expansion:
-    """Makes all specs of a matrix, and plans each."""
+def expand(matrix: Matrix, only: Collection[str] = ()) -> Expansion:
+    """Makes the specs of a matrix, and plans each.
+
+    Args:
+        matrix: The matrix.
+        only: The names of the specs to make; all if empty.
+
+    Raises:
+        MhcgenError: The matrix has no spec of a name, or the plan refuses it.
+    """
     expansion = Expansion(tuple(block.name for block in matrix.blocks))
-    seen: set[str] = set()
+    seen: dict[str, Candidate] = {}
     for block in matrix.blocks:
-        fixed = DEFAULTS | values_of(matrix.base) | values_of(block.base)
-        axes = values_of(block.axes)
         rules = [values_of(rule) for rule in block.exclude]
-        for combination in itertools.product(*axes.values()):
-            values = fixed | dict(zip(axes, combination, strict=True))
-            candidate = Candidate(block.name, values)
-            if any(_matches(values, rule) for rule in rules):
+        for candidate in _combinations(matrix, block):
+            if any(_matches(candidate.values, rule) for rule in rules):
                 expansion.excluded[block.name] += 1
             elif candidate.key in seen:
                 expansion.repeated[block.name] += 1
             else:
-                seen.add(candidate.key)
-                try:
-                    candidate.plan()
-                except PlanError as error:
-                    expansion.refused.append((candidate, error.problems[0]))
-                else:
-                    expansion.legal.append(candidate)
+                seen[candidate.key] = candidate
+    by_name = {candidate.name: candidate for candidate in seen.values()}
+    for name in only:
+        if name not in by_name:
+            close = difflib.get_close_matches(name, by_name, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise MhcgenError(f"--only {name}: the matrix has no such spec{hint}")
+    for name, candidate in by_name.items():
+        if not only or name in only:
+            try:
+                candidate.plan()
+            except PlanError as error:
+                if only:
+                    raise MhcgenError(f"--only {name}: refused\n{error}") from None
+                expansion.refused.append((candidate, error.problems[0]))
+            else:
+                expansion.legal.append(candidate)
     return expansion
+
+
+def _combinations(matrix: Matrix, block: Block) -> Iterator[Candidate]:
+    """Every combination of a block's values, in order."""
+    fixed = DEFAULTS | values_of(matrix.base) | values_of(block.base)
+    axes = values_of(block.axes)
+    for combination in itertools.product(*axes.values()):
+        yield Candidate(block.name, fixed | dict(zip(axes, combination, strict=True)))
 
 
 def _matches(values: Values, rule: Values) -> bool:
     return all(values[axis] in among for axis, among in rule.items())
-
-
-def chosen(expansion: Expansion, names: Iterable[str]) -> list[Candidate]:
-    """The legal specs of some names.
-
-    Raises:
-        MhcgenError: There is none of a name, or it is refused.
-    """
-    legal = {candidate.name: candidate for candidate in expansion.legal}
-    refused = {candidate.name: problem for candidate, problem in expansion.refused}
-    for name in names:
-        if name in refused:
-            raise MhcgenError(
-                f"--only {name}: the plan refuses it:\n{PlanError([refused[name]])}"
-            )
-        if name not in legal:
-            close = difflib.get_close_matches(name, legal, 1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise MhcgenError(f"--only {name}: the matrix has no such spec{hint}")
-    return [legal[name] for name in dict.fromkeys(names)]
 
 
 def sample(candidates: Sequence[Candidate], count: int, seed: int) -> list[Candidate]:

@@ -20,7 +20,6 @@ from mhcgen.matrix import (
     MAX_SPECS,
     Candidate,
     Expansion,
-    chosen,
     expand,
     load_matrix,
     matrix_schema_text,
@@ -253,6 +252,12 @@ def test_shipped_matrix(shipped: Expansion) -> None:
     assert not [p for _, p in shipped.refused if "serves this yet" in p.message]
 
 
+def test_specs_of_the_shipped_matrix_render(shipped: Expansion) -> None:
+    picked = sample(shipped.legal, 12, 0)
+    results = check(picked, Checks(SHIPPED), 1, lambda name: None)
+    assert {result.stage for result in results} == {None}
+
+
 def test_sample_shows_every_value(shipped: Expansion) -> None:
     picked = sample(shipped.legal, 60, 0)
     assert len(picked) == 60
@@ -269,14 +274,16 @@ def test_sample_is_drawn_by_its_seed(shipped: Expansion) -> None:
     assert order == sorted(order)
 
 
-def test_chosen(file: Path) -> None:
-    expansion = expand(load_matrix(file))
+def test_only(file: Path) -> None:
+    matrix = load_matrix(file)
     wanted = ["h512_tp4_sm_90a_m8_k2", "h512_tp1_sm_90a_m8_k2"]
-    assert names(chosen(expansion, [*wanted, wanted[0]])) == wanted
+    expansion = expand(matrix, [*wanted, wanted[0]])
+    assert names(expansion.legal) == wanted[::-1]
+    assert expansion.refused == []
     with pytest.raises(MhcgenError, match="no such spec; did you mean h512_tp4_sm_"):
-        chosen(expansion, ["h512_tp5_sm_90a_m8_k2"])
-    with pytest.raises(MhcgenError, match="refuses it:\ntargets"):
-        chosen(expansion, ["h512_tp2_c3_sm_90a_m8_k2"])
+        expand(matrix, ["h512_tp5_sm_90a_m8_k2"])
+    with pytest.raises(MhcgenError, match="refused\ntargets"):
+        expand(matrix, ["h512_tp2_c3_sm_90a_m8_k2"])
 
 
 # How its specs are checked
