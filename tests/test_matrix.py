@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -329,8 +330,14 @@ def test_packages_are_kept_and_used_again(
     assert sorted(path.name for path in out.iterdir()) == sorted(outcome)
     monkeypatch.setattr(matrix_run, "render", lambda plan: 1 / 0)
     assert set(results_of(file, out=out).values()) == {(None, "")}
-    file.write_text(SMALL.replace("capacity: 8", "capacity: 8, sinkhorn_iters: 3"))
-    assert {stage for stage, _ in results_of(file, out=out).values()} == {"render"}
+    # One that says it is of something else is rendered anew.
+    others = ["version", "spec_sha256", "templates_sha256"]
+    for name, key in zip(outcome, others, strict=False):
+        manifest = out / name / "manifest.json"
+        content = json.loads(manifest.read_text()) | {key: "other"}
+        manifest.write_text(json.dumps(content))
+    stages = [stage for stage, _ in results_of(file, out=out).values()]
+    assert stages == ["render"] * 3 + [None] * 2
 
 
 def test_only_the_architectures_asked_for(
@@ -395,6 +402,32 @@ def test_compile_and_verify(file: Path) -> None:
     assert result.cases == 2
     assert result.registers is not None and result.registers > 32
     assert result.spilled == 0
+
+
+def test_a_compiler_serves_until_it_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[SimpleNamespace] = []
+
+    @contextmanager
+    def start() -> Iterator[SimpleNamespace]:
+        process = SimpleNamespace(poll=lambda: None)
+        started.append(SimpleNamespace(process=process, run=lambda job: job))
+        yield started[-1]
+
+    def die(job: object) -> None:
+        started[-1].process.poll = lambda: -9
+        raise CompileError("the compiler died")
+
+    monkeypatch.setattr(matrix_run, "started_worker", start)
+    with ExitStack() as stack:
+        compilers = Compilers(stack, 1)
+        assert compilers.run([1, 2]) == [1, 2]  # type: ignore[list-item]
+        assert compilers.run([3]) == [3]  # type: ignore[list-item]
+        assert len(started) == 1
+        started[0].run = die
+        with pytest.raises(CompileError, match="died"):
+            compilers.run([4])  # type: ignore[list-item]
+        assert compilers.run([5]) == [5]  # type: ignore[list-item]
+        assert len(started) == 2
 
 
 def test_a_wrong_kernel_is_found(file: Path, tmp_path: Path) -> None:
