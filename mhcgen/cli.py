@@ -27,12 +27,10 @@ from mhcgen.compilation import (
 from mhcgen.console import progress, show_diff, show_table
 from mhcgen.errors import MhcgenError, PlanError
 from mhcgen.explain import as_json, explain, show
-from mhcgen.hf_config import read_config
 from mhcgen.plan import Plan, make_plan
 from mhcgen.render import RESOLVED_SPEC, render
-from mhcgen.spec import ARCHS, schema_text
+from mhcgen.spec import schema_text
 from mhcgen.spec_file import load_spec
-from mhcgen.text_file import write_whole
 
 if TYPE_CHECKING:
     from mhcgen.matrix_report import Report
@@ -281,6 +279,9 @@ def init(
     ] = False,
 ) -> None:
     """Write a spec from the config.json of a Hugging Face model."""
+    from mhcgen.hf_config import read_config
+    from mhcgen.text_file import write_whole
+
     made = read_config(config, tp, name, pre_mix)
     path = out or Path(f"{made.spec.name}.yaml")
     write_whole(path, made.text, overwrite=force)
@@ -333,6 +334,8 @@ def matrix_(
 ) -> None:
     """Make every spec of a matrix, and check all of them or a sample."""
     from mhcgen import matrix, matrix_report, matrix_run
+    from mhcgen.spec import ARCHS
+    from mhcgen.text_file import write_whole
 
     for option, given, known in (
         ("--verify", [device] if device else [], ("cpu", "cuda")),
