@@ -1236,7 +1236,7 @@ def make_nothing() -> None:
         (
             make_nothing,
             "spec.yaml",
-            "spec.yaml: no such file its folder holds no specs",
+            "spec.yaml: no such file its folder holds no *.yaml",
         ),
         (
             make_nothing,
@@ -1257,7 +1257,7 @@ def make_nothing() -> None:
         (
             make_nothing,
             "\x1b[31mred.yaml",
-            "\\x1b[31mred.yaml: no such file its folder holds no specs",
+            "\\x1b[31mred.yaml: no such file its folder holds no *.yaml",
         ),
         (
             make_nothing,
