@@ -35,6 +35,7 @@ LOCAL = "local"  # the transport of one rank alone
 PUBLISH_THREADS = 128
 MAX_FN_AHEAD = 6  # octets of fn in flight while the projection reads it from L2
 MBARRIER_BYTES = 8
+ROUTING_REGISTERS = 250  # that two tokens of a boundary take to close routed sums
 FEW_TOKENS = 2  # whose pre-mix each lane of a boundary computes for itself
 MOST_AT_ONCE = 5  # fragments whose arrival a thread awaits together
 FEWEST_TOKENS = 4  # tokens a cluster that fn must leave room for in shared memory
@@ -263,6 +264,22 @@ class TargetPlan:
     def groups(self) -> tuple[int, ...]:
         """The distinct token groups, rising."""
         return tuple(sorted({row.group for row in self.token_groups}))
+
+    @property
+    def finalizing_groups(self) -> tuple[int, ...]:
+        """The distinct token groups of boundaries that close routed sums, rising."""
+        if not self.plan.finalizes_inside:
+            return ()
+        return tuple(g for g in self.publishing_groups if g <= self.finalizing_group)
+
+    @property
+    def finalizing_group(self) -> int:
+        """The largest token group whose boundary closes routed sums.
+
+        Each token takes registers for the rows of its experts, and the kernels of each
+        group take a while to compile.
+        """
+        return 2 if self.register_limit >= ROUTING_REGISTERS else 1
 
     @property
     def publishing_groups(self) -> tuple[int, ...]:
@@ -560,6 +577,11 @@ class Plan:
         if self.tp == 1:
             return (LOCAL,)
         return tuple(self.spec.parallel.transports)
+
+    @property
+    def finalizes_inside(self) -> bool:
+        """Whether boundaries that publish themselves also close routed sums."""
+        return self.spec.moe is not None and self.tp > 1
 
     @property
     def shared_expert(self) -> tuple[bool, ...]:
@@ -953,9 +975,10 @@ def projection_registers(plan: Plan, group: int) -> int:
     octets = -(-group // OCTET)
     totals = octets * plan.tiles * FRAGMENT_WORDS
     addresses = octets
-    return (
-        homes[plan.fn_home] * FRAGMENT_WORDS + totals + addresses + PROJECTION_REGISTERS
-    )
+    # With a carried pre-mix the tokens are collapsed before.
+    collapsed = group * plan.trips * plan.lane_words if plan.delayed else 0
+    held = homes[plan.fn_home] * FRAGMENT_WORDS + collapsed
+    return held + totals + addresses + PROJECTION_REGISTERS
 
 
 def group_fault(target: TargetPlan, group: int) -> str | None:

@@ -182,6 +182,13 @@ def kernel_rows(target: TargetPlan) -> tuple[KernelRow, ...]:
         for group in target.publishing_groups
         for transport in plan.transports
     ]
+    boundaries += [
+        (f"boundary_{group}_finalize_{dtype}{'_shared' * shared}_{transport}", group)
+        for group in target.finalizing_groups
+        for transport in plan.transports
+        for dtype in (moe.weight_dtypes if moe else ())
+        for shared in plan.shared_expert
+    ]
     rows += [
         KernelRow(name, size, threads, target.shared_bytes(group), group)
         for name, group in boundaries
