@@ -46,11 +46,16 @@ class TemplateError(Exception):
     """The templates cannot make a package: a fault of mhcgen, not of the spec."""
 
 
-def render(plan: Plan) -> Files:
+def render(plan: Plan, formatting: bool = True) -> Files:
     """Renders the package of a plan.
 
     The resolved spec is what is rendered, so that the spec.yaml inside the package
     gives the identical package.
+
+    Args:
+        plan: The plan.
+        formatting: Whether the Python files are formatted, which needs ruff. Those that
+            are not are for a single run.
 
     Returns:
         The text of each file by its path in the package, sorted by path.
@@ -63,12 +68,12 @@ def render(plan: Plan) -> Files:
     header = header_of(plan, templates.sha256)
     files = templates.rendered(plan)
     files[PTX] = templates.ptx(files)
-    files = formatted(
-        {
-            path: f"{header}\n{text}" if path.suffix == ".py" else text
-            for path, text in files.items()
-        }
-    )
+    files = {
+        path: f"{header}\n{text}" if path.suffix == ".py" else text
+        for path, text in files.items()
+    }
+    if formatting:
+        files = formatted(files)
     files[RESOLVED_SPEC] = header + spec_yaml(plan.spec)
     files[MANIFEST] = Manifest(
         name=plan.name,
