@@ -13,8 +13,10 @@ import torch
 from .arguments import BoundaryInput, BoundaryOutput, Checks, RoutedInput, rows_of
 from .launcher import Launcher
 
+NOTHING = nullcontext()
 
-@dataclass
+
+@dataclass(slots=True)
 class PendingMixes:
     """Mixes that the side stream may still be computing.
 
@@ -25,13 +27,13 @@ class PendingMixes:
         captured: The call was captured in a graph.
         stream: The stream of the call.
         tensors: What the mixes kernel reads and writes.
-        joined: ``join()`` was called since.
+        joined: The stream that ``join()`` was last called on since.
     """
 
     captured: bool
     stream: torch.cuda.Stream
     tensors: tuple[torch.Tensor, ...]
-    joined: bool = False
+    joined: torch.cuda.Stream | None = None
 
 
 class Published(NamedTuple):
@@ -70,6 +72,7 @@ class FusedBoundary:
         self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._boundary_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._mixes_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._stream: torch.cuda.Stream | None = None
         self._pending: PendingMixes | None = None
         self._published: Published | None = None
 
@@ -166,11 +169,13 @@ class FusedBoundary:
         Raises:
             RuntimeError: The mixes were launched before the capture that is going on.
         """
+        if self._pending is None:
+            return
         with self._on_device():
-            self._wait_for_mixes(torch.cuda.current_stream())
-        pending = self._pending
-        if pending is not None:
-            pending.joined = True
+            stream = self._current_stream()
+            self._wait_for_mixes(stream, torch.cuda.is_current_stream_capturing())
+        if self._pending is not None:
+            self._pending.joined = stream
 
     def publish(self, x: torch.Tensor) -> None:
         """The first half of a call alone; ``consume`` must follow.
@@ -222,8 +227,9 @@ class FusedBoundary:
         outputs, mix = self._launcher.outputs(m), self._launcher.mix(m)
         if m:
             with self._on_device():
-                stream = torch.cuda.current_stream()
-                self._launch_boundary(inputs, outputs, mix, stream)
+                stream = self._current_stream()
+                captured = torch.cuda.is_current_stream_capturing()
+                self._launch_boundary(inputs, outputs, mix, stream, captured)
         return outputs
 
     def _run(
@@ -237,22 +243,26 @@ class FusedBoundary:
         mix = self._launcher.mix(published.m)
         if published.m:
             with self._on_device():
-                stream = torch.cuda.current_stream()
-                self._publish(published, launch, stream)
-                self._launch_boundary(inputs, outputs, mix, stream)
+                stream = self._current_stream()
+                captured = torch.cuda.is_current_stream_capturing()
+                self._publish(published, launch, stream, captured)
+                self._launch_boundary(inputs, outputs, mix, stream, captured)
         return outputs
 
     def _publish_alone(self, published: Published, launch: Callable[[], None]) -> None:
         """Launches a checked publish without its boundary."""
         if published.m:
             with self._on_device():
-                self._publish(published, launch, torch.cuda.current_stream())
+                stream = self._current_stream()
+                captured = torch.cuda.is_current_stream_capturing()
+                self._publish(published, launch, stream, captured)
 
     def _publish(
         self,
         published: Published,
         launch: Callable[[], None],
         stream: torch.cuda.Stream,
+        captured: bool,
     ) -> None:
         """Launches a publish, once the stream waits for the mixes of the last call."""
         if self._published is not None:
@@ -260,7 +270,7 @@ class FusedBoundary:
                 "an earlier call broke off between its publish and its boundary, and "
                 "the ranks no longer agree: load the package again on all ranks"
             )
-        self._wait_for_mixes(stream)
+        self._wait_for_mixes(stream, captured)
         self._release(stream)
         self._published = published
         launch()
@@ -271,34 +281,35 @@ class FusedBoundary:
         outputs: BoundaryOutput,
         mix: torch.Tensor,
         stream: torch.cuda.Stream,
+        captured: bool,
     ) -> None:
         """Launches a boundary on the stream, and its mixes on the side stream."""
         kernel = self._launcher.boundary_kernel(mix.shape[0])
         self._launcher.boundary(kernel, inputs, outputs, mix)
         self._published = None
         self._boundary_done.record(stream)
-        self._side.wait_event(self._boundary_done)
+        self._boundary_done.wait(self._side)
         self._pending = PendingMixes(
-            captured=torch.cuda.is_current_stream_capturing(),
-            stream=stream,
-            tensors=(mix, inputs.scale, inputs.base, outputs.post, outputs.comb),
+            captured,
+            stream,
+            (mix, inputs.scale, inputs.base, outputs.post, outputs.comb),
         )
         self._launcher.mixes(mix, inputs, outputs, self._side.cuda_stream)
         self._mixes_done.record(self._side)
 
-    def _wait_for_mixes(self, stream: torch.cuda.Stream) -> None:
-        """Makes the current stream wait for pending mixes."""
+    def _wait_for_mixes(self, stream: torch.cuda.Stream, captured: bool) -> None:
+        """Makes the current stream wait for pending mixes, if it does not yet."""
         pending = self._pending
         if pending is None:
             return
-        captured = torch.cuda.is_current_stream_capturing()
         if captured == pending.captured:
-            stream.wait_event(self._mixes_done)
+            if pending.joined is not stream:
+                self._mixes_done.wait(stream)
         elif pending.captured:
             # The capture is over: with a join in it, a replay is complete in itself;
             # without one, torch refused the graph.
             self._pending = None
-        elif not pending.joined:
+        elif pending.joined is None:
             raise RuntimeError(
                 "the mixes of a call before this graph capture are outstanding: call "
                 "join() before the capture begins"
@@ -307,7 +318,7 @@ class FusedBoundary:
     def _release(self, stream: torch.cuda.Stream) -> None:
         """Lets go of pending mixes, for which the stream has waited."""
         pending = self._pending
-        if pending is not None and pending.stream != stream:
+        if pending is not None and pending.stream is not stream:
             # Their memory goes back to a stream that may not have waited.
             self._record_side_stream(pending)
         self._pending = None
@@ -317,10 +328,21 @@ class FusedBoundary:
         for tensor in pending.tensors:
             tensor.record_stream(self._side)
 
+    def _current_stream(self) -> torch.cuda.Stream:
+        """The current stream of the device; one object for as long as it stays.
+
+        To make the object takes microseconds.
+        """
+        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        stream = self._stream
+        if stream is None or stream.cuda_stream != handle:
+            stream = self._stream = torch.cuda.current_stream(self.device)
+        return stream
+
     def _on_device(self) -> AbstractContextManager[Any]:
         """Makes the device current where it is not; that takes a while."""
         if torch.cuda.current_device() == self.device.index:
-            return nullcontext()
+            return NOTHING
         return torch.cuda.device(self.device)
 
     def __del__(self) -> None:

@@ -1,0 +1,403 @@
+"""The host side of a package on tensors of the CPU: checks, launches, streams.
+
+The kernels, the streams and the events are stand-ins that write down what is done.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mhcgen.build import write_files
+from mhcgen.plan import Plan, make_plan
+from mhcgen.render import render
+from mhcgen.resources import resource
+from mhcgen.runtime import loader, mailbox
+from mhcgen.runtime.arguments import BoundaryInput, Checks
+from mhcgen.runtime.host import FusedBoundary
+from mhcgen.runtime.launcher import Launcher
+from mhcgen.spec_file import load_spec
+
+H, HC, MIX = 512, 4, 24
+NAMES = ("x", "residual", "post", "comb", "fn", "scale", "base", "norm_weight")
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """The constants and the kernels of a narrow package."""
+    source = load_spec(resource("specs") / "glm53.yaml").spec
+    model = source.model.model_copy(update={"hidden": H})
+    capacity = source.capacity.model_copy(update={"max_tokens": 32})
+    changes = {"name": "host_test", "model": model, "capacity": capacity}
+    spec = source.model_copy(update=changes)
+    spec = type(spec).model_validate(
+        {**spec.model_dump(), "targets": {"sm_90a": {"cluster_size": 2}}}
+    )
+    plan: Plan = make_plan(spec)
+    folder: Path = tmp_path_factory.mktemp("package") / "host_test"
+    folder.mkdir()
+    write_files(folder, render(plan, formatting=False))
+    name = loader.import_package(folder)
+    return (
+        importlib.import_module(f"{name}.constants"),
+        importlib.import_module(f"{name}.kernels"),
+    )
+
+
+class Machine:
+    """Stand-ins for streams, events and kernels, and what was done, in order."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.handle = 0
+        self.capturing = False
+        self.made = 0
+        self.recorded = 0
+
+    def stream(self, handle: int) -> Any:
+        self.made += 1
+        return SimpleNamespace(cuda_stream=handle)
+
+    def event(self) -> Any:
+        name = f"event {self.made}"
+        self.made += 1
+
+        def record(stream: Any) -> None:
+            self.log.append(f"record {name} on {stream.cuda_stream}")
+
+        def wait(stream: Any) -> None:
+            self.log.append(f"{stream.cuda_stream} waits for {name}")
+
+        return SimpleNamespace(record=record, wait=wait)
+
+    def recorded_on(self, stream: Any) -> None:
+        self.recorded += 1
+        assert stream.cuda_stream == 99
+
+    def kernel(self, name: str) -> Callable[..., None]:
+        return lambda *arguments: self.log.append(name)
+
+    def done(self) -> list[str]:
+        """What was done since the last time."""
+        log, self.log[:] = list(self.log), []
+        return log
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "Stream", lambda device: machine.stream(99))
+    monkeypatch.setattr(cuda, "Event", machine.event)
+    monkeypatch.setattr(cuda, "current_device", lambda: None)
+    monkeypatch.setattr(
+        cuda, "current_stream", lambda device: machine.stream(machine.handle)
+    )
+    monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: machine.capturing)
+    monkeypatch.setattr(
+        torch._C,
+        "_cuda_getCurrentRawStream",
+        lambda index: machine.handle,
+        raising=False,
+    )
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, side: machine.recorded_on(side)
+    )
+    return machine
+
+
+@pytest.fixture
+def boundary(machine: Machine, modules: tuple[Any, Any]) -> Iterator[FusedBoundary]:
+    constants, kernels = modules
+    box = mailbox.Mailbox(
+        rank=0,
+        transport="unicast",
+        buffer=torch.empty(mailbox.mailbox_shape(constants), dtype=torch.bfloat16),
+        addresses=torch.zeros(constants.TP, dtype=torch.int64),
+        state=torch.zeros(2, dtype=torch.int32),
+    )
+    names = kernels.kernels("sm_90a", ("unicast",))
+    compiled = {name: machine.kernel(name) for name in names}
+    fused = FusedBoundary(Launcher(constants, kernels, compiled, "sm_90a", box))
+    yield fused
+    fused._pending = None  # nothing of it is on a GPU
+
+
+def arguments(m: int) -> dict[str, torch.Tensor]:
+    bf16 = torch.bfloat16
+    tensors = (
+        torch.zeros(m, H, dtype=bf16),
+        torch.zeros(m, HC, H, dtype=bf16),
+        torch.zeros(m, HC, 1),
+        torch.zeros(m, HC, HC),
+        torch.zeros(MIX, HC * H, dtype=bf16),
+        torch.zeros(3),
+        torch.zeros(MIX),
+        torch.zeros(H, dtype=bf16),
+    )
+    return dict(zip(NAMES, tensors, strict=True))
+
+
+def launches(log: list[str]) -> list[str]:
+    return [line for line in log if "event" not in line]
+
+
+def test_a_call(machine: Machine, boundary: FusedBoundary) -> None:
+    """Publish and boundary on the stream; mixes beside, between two events."""
+    output = boundary(**arguments(3))
+    done = machine.done()
+    assert launches(done) == ["publish_unicast", "boundary", "mixes"]
+    fork, join = done[2:4], done[5:]
+    assert [line.split(" event")[0] for line in fork] == ["record", "99 waits for"]
+    assert len(join) == 1 and join[0].endswith("on 99")
+    assert [tuple(tensor.shape) for tensor in output] == [
+        (3, HC, H),
+        (3, HC, 1),
+        (3, HC, HC),
+        (3, H),
+    ]
+    assert [tensor.dtype for tensor in output] == [
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+        torch.bfloat16,
+    ]
+    assert all(tensor.is_contiguous() for tensor in output)
+    storages = {tensor.untyped_storage().data_ptr() for tensor in output}
+    assert len(storages) == 4, "outputs share memory"
+
+
+def test_dispatch(
+    machine: Machine, boundary: FusedBoundary, modules: tuple[Any, Any]
+) -> None:
+    """Each M gets the kernel of its row."""
+    target = modules[0].TARGETS["sm_90a"]
+    for tokens in range(1, modules[0].CAPACITY + 1):
+        row = next(r for r in target.token_groups if tokens <= r.max_tokens)
+        boundary(**arguments(tokens))
+        name = modules[1].boundary_name(row.size)
+        assert launches(machine.done())[1] == name
+
+
+def waits(log: list[str], stream: int) -> int:
+    return sum(line.startswith(f"{stream} waits") for line in log)
+
+
+def test_the_next_call_waits_for_the_mixes(
+    machine: Machine, boundary: FusedBoundary
+) -> None:
+    boundary(**arguments(2))
+    machine.done()
+    boundary(**arguments(2))
+    done = machine.done()
+    assert done[0].startswith("0 waits")
+    assert done[1] == "publish_unicast"
+
+
+def test_a_stream_that_has_joined_does_not_wait_again(
+    machine: Machine, boundary: FusedBoundary
+) -> None:
+    boundary(**arguments(2))
+    machine.done()
+    boundary.join()
+    boundary.join()
+    assert waits(machine.done(), 0) == 1
+    boundary(**arguments(2))
+    assert waits(machine.done(), 0) == 0
+
+
+def test_another_streams_join_does_not_count(
+    machine: Machine, boundary: FusedBoundary
+) -> None:
+    boundary(**arguments(2))
+    machine.handle = 5
+    boundary.join()
+    machine.handle = 0
+    machine.done()
+    boundary(**arguments(2))
+    assert waits(machine.done(), 0) == 1
+
+
+def test_a_capture_refuses_pending_mixes_and_takes_joined_ones(
+    machine: Machine, boundary: FusedBoundary
+) -> None:
+    boundary(**arguments(2))
+    machine.done()
+    machine.capturing = True
+    with pytest.raises(RuntimeError, match=r"call join\(\) before the capture"):
+        boundary(**arguments(2))
+    assert machine.done() == []
+    machine.capturing = False
+    boundary.join()
+    machine.done()
+    machine.capturing, machine.handle = True, 5
+    boundary(**arguments(2))
+    boundary.join()
+    done = machine.done()
+    assert launches(done) == ["publish_unicast", "boundary", "mixes"]
+    # The eager mixes are not waited for in the capture, its own ones are.
+    assert [line.startswith("5 waits") for line in done].index(True) == len(done) - 1
+
+
+def test_the_stream_is_looked_up_once(
+    machine: Machine, boundary: FusedBoundary
+) -> None:
+    """To make the object of the current stream takes microseconds."""
+    boundary(**arguments(1))
+    made = machine.made
+    for _ in range(5):
+        boundary(**arguments(1))
+        boundary.join()
+    assert machine.made == made
+    machine.handle = 5
+    boundary(**arguments(1))
+    assert machine.made == made + 1
+
+
+def test_memory_that_goes_back_to_another_stream_is_recorded(
+    machine: Machine, boundary: FusedBoundary
+) -> None:
+    boundary(**arguments(1))
+    boundary(**arguments(1))
+    assert machine.recorded == 0
+    machine.handle = 5
+    boundary(**arguments(1))
+    assert machine.recorded == 5
+
+
+def test_no_tokens(machine: Machine, boundary: FusedBoundary) -> None:
+    output = boundary(**arguments(0))
+    assert machine.done() == []
+    assert [len(tensor) for tensor in output] == [0] * 4
+
+
+def refused(fault: str, tensor: torch.Tensor) -> Any:
+    """An argument with one fault."""
+    if fault == "type":
+        return [1.0]
+    if fault == "dtype":
+        return tensor.half()
+    if fault == "shape":
+        return torch.cat([tensor, tensor], dim=-1)
+    if fault == "device":
+        return tensor.to("meta")
+    if fault == "strides":
+        return torch.cat([tensor, tensor], dim=-1)[..., ::2]
+    if fault == "negated":
+        return torch._neg_view(tensor)
+    if fault == "freed":
+        freed = tensor.clone()
+        freed.untyped_storage().resize_(0)
+        return freed
+    assert fault == "alignment"
+    wide = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)
+    return wide[1:].view(tensor.shape)
+
+
+FAULTS = {
+    "type": (TypeError, "is a list"),
+    "dtype": (TypeError, "has dtype torch.float16"),
+    "shape": (ValueError, "has shape"),
+    "device": (ValueError, "is on meta"),
+    "strides": (ValueError, "has strides"),
+    "negated": (ValueError, "is a negated view"),
+    "freed": (ValueError, "has no memory"),
+    "alignment": (ValueError, "starts at 0x"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_named_and_nothing_is_launched(
+    machine: Machine, boundary: FusedBoundary, name: str, fault: str
+) -> None:
+    given: dict[str, Any] = arguments(3)
+    boundary(**given)
+    machine.done()
+    given[name] = refused(fault, given[name])
+    error, message = FAULTS[fault]
+    with pytest.raises(error, match=f"^{name} {message}"):
+        boundary(**given)
+    assert machine.done() == []
+
+
+def test_a_known_weight_is_not_checked_again(
+    modules: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = Checks(modules[0], torch.device("cpu"))
+    inputs = BoundaryInput(*list(arguments(3).values())[1:])
+    checks.boundary(3, inputs)
+    checked: list[str] = []
+    monkeypatch.setattr(
+        checks, "_tensor", lambda name, tensor, dtype, shape: checked.append(name)
+    )
+    checks.boundary(3, inputs)
+    assert checked == ["residual", "post", "comb"]
+
+
+def test_a_known_weight_whose_memory_moved_is_checked_again(
+    modules: tuple[Any, Any],
+) -> None:
+    checks = Checks(modules[0], torch.device("cpu"))
+    given = list(arguments(3).values())[1:]
+    inputs = BoundaryInput(*given)
+    checks.boundary(3, inputs)
+    inputs.fn.data = inputs.fn.data.float()
+    with pytest.raises(TypeError, match=r"^fn has dtype torch\.float32"):
+        checks.boundary(3, inputs)
+    inputs.base.untyped_storage().resize_(0)
+    with pytest.raises((TypeError, ValueError)):
+        checks.boundary(3, inputs)
+
+
+def test_one_weight_in_the_place_of_another(modules: tuple[Any, Any]) -> None:
+    """A tensor is known by the argument that it was checked for."""
+    checks = Checks(modules[0], torch.device("cpu"))
+    inputs = BoundaryInput(*list(arguments(3).values())[1:])
+    checks.boundary(3, inputs)
+    with pytest.raises(ValueError, match=r"^scale has shape"):
+        checks.boundary(3, inputs._replace(scale=inputs.base))
+
+
+def test_weights_that_are_gone_are_forgotten(modules: tuple[Any, Any]) -> None:
+    checks = Checks(modules[0], torch.device("cpu"))
+    for _ in range(3):
+        inputs = BoundaryInput(*list(arguments(1).values())[1:])
+        checks.boundary(1, inputs)
+    assert len(checks._known) == 4
+    del inputs
+    gc.collect()
+    assert checks._known == {}
+
+
+def test_kernels_are_called_without_the_layer_for_keywords(
+    machine: Machine, modules: tuple[Any, Any], boundary: FusedBoundary
+) -> None:
+    """The compiler's wrapper is unwrapped where it can be, and kept alive."""
+
+    class Wrapper:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __tvm_ffi_object__(self) -> Any:
+            return machine.kernel(f"bare {self.name}")
+
+    constants, kernels = modules
+    compiled = {n: Wrapper(n) for n in kernels.kernels("sm_90a", ("unicast",))}
+    box = boundary._launcher.mailbox
+    fused = FusedBoundary(Launcher(constants, kernels, compiled, "sm_90a", box))
+    fused(**arguments(1))
+    fused._pending = None
+    assert launches(machine.done()) == [
+        "bare publish_unicast",
+        "bare boundary",
+        "bare mixes",
+    ]
+    assert fused._launcher._compiled is compiled
