@@ -319,6 +319,44 @@ def bench_(
         picture.write_plot(result, plot)
 
 
+@app.command("tune")
+def tune_(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC")],
+    write: Annotated[
+        bool, typer.Option("--write", help="Write what won into the spec.")
+    ] = False,
+    budget: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1, help="Stop measuring after this.")
+    ] = 300,
+    tokens: Annotated[
+        str,
+        typer.Option(
+            metavar="M,M,...", help="Sizes of calls; those where winners may change."
+        ),
+    ] = "",
+) -> None:
+    """Find the cluster size and the token groups that serve a spec best on this GPU.
+
+    Starts like bench, on one GPU or on one a rank.
+    """
+    from mhcgen.bench.variants import tune
+    from mhcgen.spec_file import load_spec
+    from mhcgen.spec_writer import replace_file, with_target
+
+    plan = _load_plan(spec)
+    text = load_spec(spec).text
+    sizes = numbers(tokens) if tokens else None
+    tuned = tune(plan, sizes, budget)
+    if tuned is None:
+        return
+    tuned.show()
+    if write:
+        replace_file(spec, with_target(text, tuned.targets, tuned.arch, tuned.device))
+        print(f"{spec}: tuned for {tuned.arch}; run mhcgen build")
+    else:
+        print("not written: give --write")
+
+
 def numbers(text: str) -> list[int]:
     """The sizes of calls in a list such as ``1,3,64``.
 

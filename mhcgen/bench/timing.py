@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,8 @@ import torch.distributed as dist
 CALLS = 100  # a graph
 REPLAYS = 21
 WARM_UPS = 2
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,10 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def interleaved(
-    timers: Mapping[str, Callable[[], float]],
+    timers: Mapping[Name, Callable[[], float]],
     replays: int = REPLAYS,
     warm_ups: int = WARM_UPS,
-) -> dict[str, Spread]:
+) -> dict[Name, Spread]:
     """Runs all timers in turn, again and again, and sums up each one's times.
 
     Args:
@@ -48,7 +51,7 @@ def interleaved(
         replays: Times of each that count.
         warm_ups: Times of each, before those, that do not.
     """
-    times: dict[str, list[float]] = {name: [] for name in timers}
+    times: dict[Name, list[float]] = {name: [] for name in timers}
     for turn in range(warm_ups + replays):
         for name, timer in timers.items():
             time = timer()

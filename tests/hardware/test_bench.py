@@ -15,6 +15,10 @@ from mhcgen.bench.machine import Machine
 from mhcgen.bench.packages import Loaded, load
 from mhcgen.bench.run import run
 from mhcgen.bench.timing import capture
+from mhcgen.bench.variants import tune
+from mhcgen.plan import make_plan
+from mhcgen.resources import resource
+from mhcgen.spec_file import load_spec
 
 from .conftest import GENERATED, assert_armed
 
@@ -51,6 +55,16 @@ def test_the_floor_is_an_all_reduce(gpu: Machine, package: Loaded, m: int) -> No
 def test_a_floor_that_does_not_fit_says_so(gpu: Machine, package: Loaded) -> None:
     with pytest.raises(contenders.UnavailableError, match="run at once"):
         contenders.floor_of(package)(Inputs(gpu, package, 256))
+
+
+def test_tuning_measures_and_chooses() -> None:
+    plan = make_plan(load_spec(resource("specs") / "glm53.yaml").spec)
+    tuned = tune(plan, [1, 16], 300)
+    assert tuned is not None
+    assert all(trial.measured for trial in tuned.trials)
+    assert set(tuned.choice.times) == {1, 16}
+    spec = plan.spec.model_copy(update={"targets": tuned.targets})
+    assert make_plan(spec).target(tuned.arch).token_groups == tuned.choice.token_groups
 
 
 def test_a_run_has_every_column_or_says_why(tmp_path: Path) -> None:
