@@ -371,7 +371,13 @@ def test_weights_that_are_gone_are_forgotten(modules: tuple[Any, Any]) -> None:
     for _ in range(3):
         inputs = BoundaryInput(*list(arguments(1).values())[1:])
         checks.boundary(1, inputs)
-    assert len(checks._known) == 4
+    assert len(checks._known) == 1
+    moved = inputs._replace(base=torch.zeros(MIX))
+    checks.boundary(1, moved)
+    assert len(checks._known) == 2
+    del moved
+    gc.collect()
+    assert len(checks._known) == 1
     del inputs
     gc.collect()
     assert checks._known == {}

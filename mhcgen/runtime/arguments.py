@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -64,9 +65,8 @@ class Checks:
         """Takes the package's ``constants`` module and the rank's GPU."""
         self._constants = constants
         self._device = device
-        # A model's boundaries take the same weights each time: those that were checked,
-        # by name and id, with their addresses.
-        self._known: dict[tuple[str, int], tuple[weakref.ref[torch.Tensor], int]] = {}
+        # A model's boundaries take the same weights each time: those that were checked.
+        self._known: dict[tuple[int, ...], list[weakref.ref[object]]] = {}
 
     def x(self, x: torch.Tensor) -> int:
         """Checks x and returns M."""
@@ -124,11 +124,14 @@ class Checks:
         check("residual", inputs.residual, bf16, (m, c.HC, c.HIDDEN))
         check("post", inputs.post, fp32, (m, c.HC, 1))
         check("comb", inputs.comb, fp32, (m, c.HC, c.HC))
-        weight = self._weight
-        weight("fn", inputs.fn, bf16, (c.MIX, c.HC * c.HIDDEN))
-        weight("scale", inputs.scale, fp32, (3,))
-        weight("base", inputs.base, fp32, (c.MIX,))
-        weight("norm_weight", inputs.norm_weight, bf16, (c.HIDDEN,))
+        weights = (inputs.fn, inputs.scale, inputs.base, inputs.norm_weight)
+        known = identity(*weights)
+        if known not in self._known:
+            check("fn", inputs.fn, bf16, (c.MIX, c.HC * c.HIDDEN))
+            check("scale", inputs.scale, fp32, (3,))
+            check("base", inputs.base, fp32, (c.MIX,))
+            check("norm_weight", inputs.norm_weight, bf16, (c.HIDDEN,))
+            self._remember(known, weights)
 
     def _capacity(self, name: str, m: int) -> None:
         capacity = self._constants.CAPACITY
@@ -138,27 +141,14 @@ class Checks:
                 "call, or raise capacity.max_tokens of the spec"
             )
 
-    def _weight(
-        self,
-        name: str,
-        weight: torch.Tensor,
-        dtype: torch.dtype,
-        shape: tuple[int, ...],
-    ) -> None:
-        """Checks a weight once, and again if its memory has moved."""
-        key = name, id(weight)
-        known = self._known.get(key)
-        if known is not None:
-            reference, address = known
-            if reference() is weight and address == weight.data_ptr():
-                return
-        self._tensor(name, weight, dtype, shape)
+    def _remember(self, known: tuple[int, ...], weights: Iterable[object]) -> None:
+        """Remembers weights that were checked, for as long as all of them live."""
 
-        def forget(_: object, known: dict[Any, Any] = self._known) -> None:
-            known.pop(key, None)
+        def forget(_: object) -> None:
+            self._known.pop(known, None)
 
-        # Once it is gone, another tensor may have its id.
-        self._known[key] = weakref.ref(weight, forget), weight.data_ptr()
+        # Once one is gone, another tensor may have its id.
+        self._known[known] = [weakref.ref(weight, forget) for weight in weights]
 
     def _tensor(
         self, name: str, tensor: Any, dtype: torch.dtype | None, shape: tuple[int, ...]
@@ -221,6 +211,15 @@ class Checks:
                 f"{name} starts at {address:#x}; it must start at a multiple of "
                 f"{ALIGNMENT} bytes: pass {name}.clone()"
             )
+
+
+def identity(a: Any, b: Any, c: Any, d: Any) -> tuple[int, ...]:
+    """Which tensors these are, and where their memory is; empty if one is none."""
+    try:
+        ids = id(a), id(b), id(c), id(d)
+        return (*ids, a.data_ptr(), b.data_ptr(), c.data_ptr(), d.data_ptr())
+    except AttributeError:
+        return ()
 
 
 def rows_of(tensor: object) -> int:
