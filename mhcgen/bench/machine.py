@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,9 +57,7 @@ class Machine:
         if self.ranks > 1:
             version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
             found["nccl"] = ".".join(map(str, version))
-        driver = driver_version()
-        if driver:
-            found["driver"] = driver
+        found["driver"] = driver_version()
         for name in LIBRARIES:
             try:
                 found[name] = metadata.version(name)
@@ -67,13 +66,14 @@ class Machine:
         return found
 
 
-def driver_version() -> str | None:
-    """The release of the GPU driver; None where the system does not tell."""
+def driver_version() -> str:
+    """The release of the GPU driver."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        with open("/sys/module/nvidia/version", encoding="utf-8") as file:
-            return file.read().strip()
-    except OSError:
-        return None
+        found = subprocess.run(query, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown: nvidia-smi does not tell"
+    return found.stdout.split()[0]
 
 
 @contextmanager

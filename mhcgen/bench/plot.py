@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FORMATS = (".png", ".svg", ".html")
 STRONG = "#0b6e4f"  # this package's boundary
-COLOURS = ("#c8553d", "#28587b", "#8a5a99", "#b08900", "#5b8e7d", "#7a6f5d", "#d1495b")
+COLOURS = ("#c8553d", "#28587b", "#8a5a99", "#b08900", "#d1495b", "#7a6f5d", "#3f88c5")
 GREY = "#8a8a8a"
 INK = "#222222"
 TICKS = [
