@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -17,7 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mhcgen import cli, reference
-from mhcgen.bench import plot, report, unfused
+from mhcgen.bench import plot, report, run, unfused
+from mhcgen.bench.contenders import Contender, Inputs, UnavailableError
+from mhcgen.bench.machine import Machine
 from mhcgen.bench.packages import distinct, package_folder
 from mhcgen.bench.result import Result, read_result
 from mhcgen.bench.run import check_shape, described
@@ -332,7 +335,7 @@ def test_a_package_needs_no_library_for_specs(repository: Path) -> None:
 
     Some releases of typer bring pydantic, so the module that uses it is left out here.
     """
-    run = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", BARE, "generated/glm53"],
         cwd=repository,
         capture_output=True,
@@ -340,10 +343,10 @@ def test_a_package_needs_no_library_for_specs(repository: Path) -> None:
         check=False,
         timeout=120,
     )
-    assert "Error" not in run.stderr
+    assert "Error" not in done.stderr
     if not torch.cuda.is_available():
-        assert "needs a GPU" in run.stderr
-        assert run.returncode == 2
+        assert "needs a GPU" in done.stderr
+        assert done.returncode == 2
 
 
 def test_a_spec_is_rendered_without_the_formatter(
@@ -375,6 +378,70 @@ def test_packages_of_other_shapes_are_refused() -> None:
     check_shape(first, first)  # type: ignore[arg-type]
     with pytest.raises(MhcgenError, match="--compare two: its HIDDEN is 2048"):
         check_shape(first, other)  # type: ignore[arg-type]
+
+
+def measured(
+    monkeypatch: pytest.MonkeyPatch, columns: list[Contender]
+) -> Result | None:
+    """A run without a GPU; a graph takes a microsecond for each letter of its name."""
+    monkeypatch.setattr(run, "contenders", lambda machine, packages: columns)
+    monkeypatch.setattr(run, "capture", lambda call: call)
+    monkeypatch.setattr(run, "replay", lambda graph: float(len(graph())))
+    monkeypatch.setattr(run, "host_time", lambda inputs: {"call and join": 1.0})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device")
+    package = SimpleNamespace(
+        constants=constants(),
+        boundary=SimpleNamespace(capacity=8, transport="unicast"),
+        identity={"name": "glm53"},
+    )
+    gpu = Machine(0, 1, torch.device("cpu"))
+    return run.measure(gpu, [package], [1, 2], lambda name: None)  # type: ignore[list-item]
+
+
+def contender(column: str, fault: Exception | None = None, **rest: bool) -> Contender:
+    def call_for(inputs: Inputs) -> Callable[[], object]:
+        if fault is not None and inputs.m == 2:
+            raise fault
+        return lambda: column
+
+    return Contender(column, f"what {column} is", call_for, **rest)
+
+
+def test_a_column_that_cannot_run_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = measured(
+        monkeypatch,
+        [
+            contender("boundary", required=True),
+            contender("floor", UnavailableError("too many blocks")),
+            contender("unfused", RuntimeError("no\ncompiler")),
+        ],
+    )
+    assert result is not None
+    assert result.microseconds == {
+        1: {"boundary": 8.0, "floor": 5.0, "unfused": 7.0},
+        2: {"boundary": 8.0},
+    }
+    assert result.spread[1]["floor"] == (5.0, 5.0)
+    assert result.notes == {
+        "boundary": "what boundary is",
+        "floor": "M=2: too many blocks",
+        "unfused": "M=2: RuntimeError: no compiler",
+    }
+    assert result.traffic[2]["link"] == 6 * 8192
+    assert {"torch", "cuda", "driver", "mhcgen"} <= set(result.versions)
+    assert read_back(result) == result.text()
+
+
+def read_back(result: Result) -> str:
+    """The text of what the text says."""
+    content = json.loads(result.text())
+    return Result(**content).text()
+
+
+def test_a_package_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = RuntimeError("illegal address")
+    with pytest.raises(RuntimeError, match="illegal address"):
+        measured(monkeypatch, [contender("boundary", fault, required=True)])
 
 
 def test_failures_become_short_notes() -> None:

@@ -15,6 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from mhcgen.bench import contenders
+from mhcgen.bench import machine as gpus
+from mhcgen.bench.contenders import Inputs
+from mhcgen.bench.host_time import host_time
+from mhcgen.bench.packages import Loaded
 from mhcgen.build import write_files
 from mhcgen.plan import Plan, make_plan
 from mhcgen.render import render
@@ -407,3 +412,45 @@ def test_kernels_are_called_without_the_layer_for_keywords(
         "bare mixes",
     ]
     assert fused._launcher._compiled is compiled
+
+
+@pytest.fixture
+def inputs(
+    boundary: FusedBoundary, monkeypatch: pytest.MonkeyPatch, machine: Machine
+) -> Inputs:
+    """What the benchmark times, on the CPU."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    package = Loaded("", "host_test", boundary, {"name": "host_test"})
+    return Inputs(gpus.Machine(0, 1, torch.device("cpu")), package, 3)
+
+
+def test_the_benchmark_times_what_it_says(machine: Machine, inputs: Inputs) -> None:
+    package = inputs.package
+    columns = {each.column: each for each in contenders.package_contenders(package)}
+    assert list(columns) == ["boundary", "with mixes", "finalize"]
+    expected = {
+        "boundary": ["publish_unicast", "boundary"],
+        "with mixes": ["publish_unicast", "boundary", "mixes"],
+        "finalize": ["finalize_fp32_shared_unicast", "boundary"],
+    }
+    for column, kernels in expected.items():
+        columns[column].call_for(inputs)()
+        done = machine.done()
+        assert launches(done) == kernels
+        if column == "with mixes":
+            assert done[-1].startswith("0 waits")
+
+
+def test_what_needs_more_gpus_says_so(inputs: Inputs) -> None:
+    for contender in (contenders.nccl, contenders.one_shot):
+        with pytest.raises(contenders.UnavailableError, match="a GPU for each rank"):
+            contender(inputs)
+
+
+def test_the_hosts_time_is_told_by_steps(machine: Machine, inputs: Inputs) -> None:
+    times = host_time(inputs)
+    assert times["call and join"] == pytest.approx(times["call"] + times["join"])
+    assert {"checks of x", "other checks", "outputs", "publish", "boundary"} < set(
+        times
+    )
+    assert min(times.values()) > 0

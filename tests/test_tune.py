@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import stat
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 
 from mhcgen import cli
 from mhcgen.architecture import ARCHITECTURES
+from mhcgen.bench import variants
+from mhcgen.bench.machine import Machine
 from mhcgen.bench.variants import variant
 from mhcgen.build import BuildError
 from mhcgen.cost import predicted, waves
@@ -319,6 +322,44 @@ def test_mistakes(
         cli.main()
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_command_writes_what_won(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On a device that likes clusters of four, and whose groups all take the same."""
+
+    @contextmanager
+    def machine(what: str) -> Iterator[Machine]:
+        yield Machine(0, 1, torch.device("cpu"))
+
+    def timer(
+        *arguments: object,
+    ) -> Callable[[int, Sequence[Candidate]], Mapping[Candidate, float]]:
+        return lambda m, wanted: {
+            candidate: 1.0 + (candidate.cluster_size != 4) for candidate in wanted
+        }
+
+    monkeypatch.setattr(variants, "machine", machine)
+    monkeypatch.setattr(variants, "VariantTimer", timer)
+    monkeypatch.setattr(variants, "device_arch", lambda plan, device: ARCH)
+    monkeypatch.setattr(variants, "described_device", lambda: "a device")
+    path = tmp_path / "mine.yaml"
+    text = SPEC.replace("4096", "1024")
+    path.write_text(text)
+    for arguments, written in ([], False), (["--write"], True):
+        monkeypatch.setattr(sys, "argv", ["mhcgen", "tune", str(path), *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        assert caught.value.code == 0
+        assert ("not written" in capsys.readouterr().out) != written
+        assert (path.read_text() != text) == written
+    target = load_spec(path).spec.targets[ARCH]
+    assert target.cluster_size == 4
+    assert [row.max_tokens for row in target.token_groups or ()][-1] == 64
+    assert path.read_text().startswith(text)
 
 
 def test_without_a_gpu(
