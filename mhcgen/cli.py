@@ -280,6 +280,13 @@ def bench_(
     json_: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write JSON there.")
     ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="COLUMN",
+            help="Leave out nccl, one-shot, unfused or floor; repeatable.",
+        ),
+    ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Draw a picture: .png, .svg or .html."),
@@ -308,7 +315,7 @@ def bench_(
 
         sizes = numbers(tokens)
         with progress("timing", len(sizes)) as advance:
-            measured = run([source, *(compare or ())], sizes, advance)
+            measured = run([source, *(compare or ())], sizes, without or (), advance)
         if measured is None:
             return
         result = measured

@@ -290,8 +290,10 @@ def test_a_finished_run_is_shown_without_a_gpu(tmp_path: Path, command: object) 
     [
         (["missing.yaml"], "missing.yaml: no such file"),
         (["."], "is no package made by mhcgen"),
+        (["wide.yaml"], "wide.yaml:2:"),
         ([GLM53, "--tokens", "1,x"], "'x' is no number of tokens"),
         ([GLM53, "--tokens", "0"], "'0' is no number of tokens"),
+        ([GLM53, "--without", "boundary"], "must be one of nccl, one-shot, unfused"),
         ([GLM53, "--plot", "a.pdf"], "must end in .png, .svg, .html"),
         ([GLM53, "--compare", "missing.yaml"], "missing.yaml: no such file"),
         (["result.json"], "cannot read result.json"),
@@ -306,6 +308,10 @@ def test_mistakes(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    write(
+        tmp_path / "wide.yaml",
+        "name: wide\nmodel: {hidden: 16384}\nparallel: {tp: 2}\n",
+    )
     code, out, err = command(*arguments)  # type: ignore[operator]
     assert (code, out) == (2, "")
     assert message in err
@@ -395,7 +401,7 @@ def measured(
         identity={"name": "glm53"},
     )
     gpu = Machine(0, 1, torch.device("cpu"))
-    return run.measure(gpu, [package], [1, 2], lambda name: None)  # type: ignore[list-item]
+    return run.measure(gpu, [package], [1, 2], ("nccl",), lambda name: None)  # type: ignore[list-item]
 
 
 def contender(column: str, fault: Exception | None = None, **rest: bool) -> Contender:
@@ -412,6 +418,7 @@ def test_a_column_that_cannot_run_is_noted(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch,
         [
             contender("boundary", required=True),
+            contender("nccl"),
             contender("floor", UnavailableError("too many blocks")),
             contender("unfused", RuntimeError("no\ncompiler")),
         ],
@@ -424,6 +431,7 @@ def test_a_column_that_cannot_run_is_noted(monkeypatch: pytest.MonkeyPatch) -> N
     assert result.spread[1]["floor"] == (5.0, 5.0)
     assert result.notes == {
         "boundary": "what boundary is",
+        "nccl": "left out by --without",
         "floor": "M=2: too many blocks",
         "unfused": "M=2: RuntimeError: no compiler",
     }

@@ -27,6 +27,7 @@ NCCL = "nccl"
 ONE_SHOT = "one-shot"
 UNFUSED = "unfused"
 FLOOR = "floor"
+COMPARED = (NCCL, ONE_SHOT, UNFUSED, FLOOR)
 
 Call = Callable[[], object]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mhcgen.bench.machine import Machine
-from mhcgen.errors import MhcgenError
+from mhcgen.errors import MhcgenError, PlanError
 from mhcgen.manifest import MANIFEST, read_manifest
 from mhcgen.runtime import loader, mailbox, warm_up
 from mhcgen.runtime.host import FusedBoundary
@@ -62,7 +62,11 @@ def package_folder(source: Path, temporary: Path) -> Path:
         from mhcgen.render import render
         from mhcgen.spec_file import load_spec
 
-        plan = make_plan(load_spec(source).spec)
+        spec = load_spec(source)
+        try:
+            plan = make_plan(spec.spec)
+        except PlanError as error:
+            raise error.in_file(spec) from error
         folder = temporary / plan.name
         write_files(folder, render(plan, formatting=False))
         return folder

@@ -5,14 +5,20 @@ from __future__ import annotations
 import gc
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 
-from mhcgen.bench.contenders import Contender, Inputs, UnavailableError, contenders
+from mhcgen.bench.contenders import (
+    COMPARED,
+    Contender,
+    Inputs,
+    UnavailableError,
+    contenders,
+)
 from mhcgen.bench.host_time import host_time
 from mhcgen.bench.machine import Machine, machine
 from mhcgen.bench.packages import Loaded, distinct, load, package_folder
@@ -28,6 +34,7 @@ HOST_TOKENS = 8
 def run(
     sources: Sequence[Path],
     tokens: Sequence[int],
+    without: Collection[str],
     advance: Callable[[str], None],
 ) -> Result | None:
     """Times packages and what they are compared with.
@@ -35,15 +42,21 @@ def run(
     Args:
         sources: Specs or packages; the others are compared with the first.
         tokens: The M to time; those beyond the capacity are refused.
+        without: Columns to leave out, of those that packages are compared with.
         advance: Called after each M, with its name.
 
     Returns:
         The result; None on all ranks but the first.
 
     Raises:
-        MhcgenError: There is no GPU, a source is wrong or for other ranks, or an M
-            exceeds a capacity.
+        MhcgenError: A column is unknown, there is no GPU, a source is wrong or for
+            other ranks, or an M exceeds a capacity.
     """
+    for column in without:
+        if column not in COMPARED:
+            raise MhcgenError(
+                f"--without {column}: it must be one of {', '.join(COMPARED)}"
+            )
     with TemporaryDirectory(prefix="mhcgen-") as name:
         folders = distinct(
             [package_folder(source, Path(name)) for source in sources], Path(name)
@@ -56,7 +69,7 @@ def run(
             for package in packages:
                 check_shape(packages[0], package)
                 check_tokens(tokens, package)
-            return measure(gpus, packages, tokens, advance)
+            return measure(gpus, packages, tokens, without, advance)
 
 
 def check_shape(first: Loaded, other: Loaded) -> None:
@@ -85,13 +98,15 @@ def measure(
     gpus: Machine,
     packages: list[Loaded],
     tokens: Sequence[int],
+    without: Collection[str],
     advance: Callable[[str], None],
 ) -> Result | None:
     """Times everything, M by M."""
     first = packages[0]
-    notes: dict[str, str] = {}
+    notes = {column: "left out by --without" for column in without}
     spreads: dict[int, dict[str, Spread]] = {}
-    wanted = contenders(gpus, packages)
+    known = contenders(gpus, packages)
+    wanted = [contender for contender in known if contender.column not in without]
     for m in tokens:
         inputs = Inputs(gpus, first, m)
         graphs = {}
@@ -122,7 +137,7 @@ def measure(
             m: {name: (spread.p10, spread.p90) for name, spread in row.items()}
             for m, row in spreads.items()
         },
-        notes={each.column: each.what for each in wanted} | notes,
+        notes={each.column: each.what for each in known} | notes,
         packages=tuple(package.identity for package in packages),
         versions=gpus.versions(),
         traffic={

@@ -68,7 +68,9 @@ def test_tuning_measures_and_chooses() -> None:
 
 
 def test_a_run_has_every_column_or_says_why(tmp_path: Path) -> None:
-    result = run([GENERATED / "glm53", GENERATED / "glm53"], [1, 2], lambda name: None)
+    result = run(
+        [GENERATED / "glm53", GENERATED / "glm53"], [1, 2], (), lambda name: None
+    )
     assert result is not None
     own = {"boundary", "with mixes", "finalize"}
     expected = {*own, *(f"glm53_2 {name}" for name in own), "nccl", "one-shot"}
