@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -25,6 +26,9 @@ def warm_up_alone(launcher: Launcher) -> None:
         # +0.0 is no sentinel: everything has arrived.
         launcher.mailbox.buffer.zero_()
         launch_consumer(launcher, turn, stream)
+    for kernel in launcher.publishing.values():
+        launcher.mailbox.buffer.zero_()
+        launch_call(launcher, kernel, stream)
     launch_entry(launcher, stream)
     torch.cuda.synchronize()
 
@@ -35,7 +39,8 @@ def warm_up_together(launchers: Sequence[Launcher]) -> None:
     A transport that does not work fails here instead of in service.
 
     Args:
-        launchers: This process's rank, or all ranks where one device plays them.
+        launchers: This process's rank, or all ranks where one device plays them; these
+            have no boundaries that publish themselves.
     """
     turns = max(len(publishes(launchers[0])), consumers(launchers[0]))
     stream = torch.cuda.current_stream()
@@ -45,6 +50,8 @@ def warm_up_together(launchers: Sequence[Launcher]) -> None:
         for launcher in launchers:
             launch_consumer(launcher, turn, stream)
     for launcher in launchers:
+        for kernel in launcher.publishing.values():
+            launch_call(launcher, kernel, stream)
         launch_entry(launcher, stream)
     torch.cuda.synchronize()
 
@@ -87,7 +94,19 @@ def launch_consumer(launcher: Launcher, turn: int, stream: torch.cuda.Stream) ->
     outputs, mix = launcher.outputs(1), launcher.mix(1)
     boundary = BoundaryInput(**{name: given[name] for name in BoundaryInput._fields})
     launcher.boundary(kernels[turn], boundary, outputs, mix)
-    launcher.mixes(mix, boundary, outputs, stream.cuda_stream)
+    if mix is not None:
+        launcher.mixes(mix, boundary, outputs, stream.cuda_stream)
+
+
+def launch_call(launcher: Launcher, kernel: Any, stream: torch.cuda.Stream) -> None:
+    """Launches a boundary that publishes its own rows, and its mixes, on zeros."""
+    given = zeros_of(launcher)
+    x = given["hidden"]
+    outputs, mix = launcher.outputs(1), launcher.mix(1)
+    boundary = BoundaryInput(**{name: given[name] for name in BoundaryInput._fields})
+    launcher.call(kernel, x, boundary, outputs, mix)
+    if mix is not None:
+        launcher.mixes(mix, boundary, outputs, stream.cuda_stream)
 
 
 def launch_entry(launcher: Launcher, stream: torch.cuda.Stream) -> None:
@@ -96,7 +115,7 @@ def launch_entry(launcher: Launcher, stream: torch.cuda.Stream) -> None:
         return
     given = zeros_of(launcher)
     inputs = EntryInput(**{name: given[name] for name in EntryInput._fields})
-    outputs, mix = launcher.outputs(1), launcher.mix(1)
+    outputs, mix = launcher.outputs(1), launcher.entry_mix(1)
     launcher.entry(inputs, outputs, mix)
     launcher.mixes(mix, inputs, outputs, stream.cuda_stream)
 
