@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,7 +68,7 @@ def test_tuning_measures_and_chooses() -> None:
     assert chosen == list(tuned.choice.token_groups)
 
 
-def test_a_run_has_every_column_or_says_why(tmp_path: Path) -> None:
+def test_a_run_has_every_column_or_says_why() -> None:
     result = run(
         [GENERATED / "glm53", GENERATED / "glm53"], [1, 2], (), lambda name: None
     )
