@@ -151,7 +151,20 @@ def _shape(plan: Plan) -> Section:
             Fact("hidden", plan.hidden, "model.hidden"),
             Fact("streams", plan.hc, "model.hc"),
             Fact("mixes", plan.mix, f"= {plan.hc} streams x (2 + {plan.hc} streams)"),
-            Fact("sums", plan.sums, f"= {plan.mix} mixes + 1 square sum"),
+            Fact(
+                "sums",
+                plan.sums,
+                f"= {plan.mix} mixes + {plan.sums - plan.mix} square "
+                f"sum{'s' * plan.delayed}",
+            ),
+            Fact(
+                "projection",
+                plan.projection,
+                "from the spec"
+                if plan.spec.precision.projection != "auto"
+                else f"picked: fn is {plan.fn_weight}, activations are "
+                f"{plan.activation}",
+            ),
             Fact(
                 "fragments",
                 plan.fragments,

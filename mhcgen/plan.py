@@ -35,6 +35,7 @@ LOCAL = "local"  # the transport of one rank alone
 PUBLISH_THREADS = 128
 MAX_FN_AHEAD = 6  # octets of fn in flight while the projection reads it from L2
 MBARRIER_BYTES = 8
+FEW_TOKENS = 2  # whose pre-mix each lane of a boundary computes for itself
 MOST_AT_ONCE = 5  # fragments whose arrival a thread awaits together
 FEWEST_TOKENS = 4  # tokens a cluster that fn must leave room for in shared memory
 TRIPS = (1, 2, 4, 8, 16, 32)  # what the plan picks from
@@ -246,6 +247,7 @@ class TargetPlan:
             group * plan.token_weights * 4,
             self.warps * group * plan.sums_stride * 4,  # partial sums
             0 if plan.delayed else group * self.warps * 4,  # squares of the warps
+            0 if plan.delayed or group <= FEW_TOKENS else group * plan.hc * 4,  # pre
             self.fn_bytes,
         )
         return sum(aligned(stage, FRAGMENT_BYTES) for stage in stages)
@@ -255,7 +257,7 @@ class TargetPlan:
         """Shared memory that holds a block's part of fn, if that is its home."""
         if self.plan.fn_home != "shared":
             return 0
-        return self.threads * self.plan.fn_fragments * FRAGMENT_BYTES
+        return self.threads * self.plan.fn_thread_bytes
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -267,6 +269,14 @@ class TargetPlan:
         """The distinct token groups of boundaries that publish themselves, rising."""
         rows = self.token_groups if self.plan.tp > 1 else ()
         return tuple(sorted({row.group for row in rows if row.launches == 1}))
+
+    def order_of_sums(self, row: TokenGroup) -> object:
+        """What decides in which order the sums of a token are added.
+
+        With one order for all rows of the dispatch table, a token's bits depend neither
+        on M nor on its place nor on its token group.
+        """
+        return self.cluster_size, self.warps, self.plan.trips, self.plan.projection
 
     def token_group(self, tokens: int) -> TokenGroup:
         """The dispatch row for a call of ``tokens`` tokens (1 to the capacity)."""
@@ -350,8 +360,11 @@ class Plan:
 
     @property
     def sums(self) -> int:
-        """Values of the first reduction: the mixes and the square sum."""
-        return self.mix + 1
+        """Values of the first reduction: the mixes and the square sum.
+
+        With a delayed pre-mix, it has the squares of the norm as well.
+        """
+        return self.mix + 1 + self.delayed
 
     @property
     def projection(self) -> Projection:
@@ -695,6 +708,21 @@ class Plan:
         if self.projection == "fma":
             return self.trips * self.mix * self.fn_halves
         return self.trips * len(self.chunks) * self.fn_octets
+
+    @property
+    def fn_thread_bytes(self) -> int:
+        """Bytes of fn that one thread multiplies."""
+        return self.fn_fragments * FRAGMENT_BYTES
+
+    @property
+    def fn_partial_octet(self) -> bool:
+        """Whether the rows of fn end within an octet."""
+        return self.mix % OCTET > 0
+
+    @property
+    def fn_octets_are_odd(self) -> bool:
+        """Whether the rows of fn leave half a tile to the tokens, and not a whole."""
+        return self.fn_octets % 2 == 1
 
     @property
     def fn_ahead(self) -> int:
@@ -1102,6 +1130,18 @@ def target_problems(
                     allowed=f"at most {fits} at cluster size {planned.cluster_size}",
                 )
             )
+    orders = {planned.order_of_sums(row) for row in planned.token_groups}
+    if plan.spec.batch_invariant and len(orders) > 1:
+        problems.append(
+            Problem(
+                ("batch_invariant",),
+                f"on {architecture.name}, token groups add their sums in {len(orders)} "
+                "orders, and bits would depend on M",
+                given="true",
+                allowed="false",
+                hint="or give all token groups of the target one shape",
+            )
+        )
     return problems
 
 

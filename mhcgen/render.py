@@ -42,6 +42,9 @@ EMITTED_IF: dict[PurePosixPath, Callable[[Plan], bool]] = {
     PurePosixPath("exit.py"): lambda plan: plan.exit_by is not None,
     PurePosixPath("fn_rows.py"): lambda plan: plan.multiplies_rows,
     PurePosixPath("projection_fma.py"): lambda plan: plan.projection == "fma",
+    PurePosixPath("projection_tensor_cores.py"): (
+        lambda plan: plan.projection == "tensor_cores"
+    ),
     PurePosixPath("publish.py"): lambda plan: plan.tp > 1,
 }
 """When a template is emitted; those that are not named here always are."""

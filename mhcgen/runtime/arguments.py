@@ -59,7 +59,7 @@ class BoundaryInput(NamedTuple):
     scale: torch.Tensor
     base: torch.Tensor
     norm_weight: torch.Tensor | None
-    pre: torch.Tensor | None
+    pre: torch.Tensor | None = None
 
 
 class EntryInput(NamedTuple):
