@@ -87,6 +87,7 @@ class TokenGroup:
         max_tokens: The largest M that this row serves.
         group: Tokens that one cluster takes together.
         at_once: Fragments that a thread takes at once, of all those of its tokens.
+        shared_bytes: Shared memory of a block.
         launches: 1 where the boundary publishes itself, 2 where a launch before it
             does, or where there is nothing to publish.
     """
@@ -94,6 +95,7 @@ class TokenGroup:
     max_tokens: int
     group: int
     at_once: int
+    shared_bytes: int
     launches: int
 
 
@@ -421,11 +423,6 @@ class Plan:
         return ", ".join(sorted(names))
 
     @property
-    def first_reduction(self) -> str:
-        """What the reduction of the mixes is called where a second one follows."""
-        return "The reduction" if self.delayed else "First reduction"
-
-    @property
     def projection_means(self) -> str:
         """How the projection sums over a warp, in comments."""
         return "by shuffles" if self.projection == "fma" else "on tensor cores"
@@ -591,10 +588,6 @@ class Plan:
     def boundary_name(self, group: int, publishes: str | None = None) -> str:
         """The name of the boundary kernel that takes ``group`` tokens a cluster."""
         return f"boundary_{group}_{publishes}" if publishes else f"boundary_{group}"
-
-    def destinations(self, transport: str) -> int:
-        """Addresses that a transport stores each fragment to."""
-        return 1 if transport == "multicast" else self.tp
 
     @property
     def token_weights(self) -> int:
@@ -1050,7 +1043,8 @@ def plan_group(
     if launches is None:
         launches = 1 if launches_fault(target, max_tokens, group) is None else 2
     at_once = fragments_at_once(plan, group, target.register_limit)
-    return TokenGroup(max_tokens, group, at_once, launches)
+    shared_bytes = target.shared_bytes(group)
+    return TokenGroup(max_tokens, group, at_once, shared_bytes, launches)
 
 
 def launches_fault(target: TargetPlan, max_tokens: int, group: int) -> str | None:
