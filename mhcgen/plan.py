@@ -88,14 +88,18 @@ class TokenGroup:
         max_tokens: The largest M that this row serves.
         group: Tokens that one cluster takes together.
         at_once: Fragments that a thread takes at once, of all those of its tokens.
+        shared_bytes: Shared memory of a block.
         launches: 1 where the boundary publishes itself, 2 where a launch before it
             does, or where there is nothing to publish.
+        finalizes: Whether a boundary that publishes itself closes routed sums, too.
     """
 
     max_tokens: int
     group: int
     at_once: int
+    shared_bytes: int
     launches: int
+    finalizes: bool
 
 
 @dataclass(frozen=True)
@@ -268,9 +272,7 @@ class TargetPlan:
     @property
     def finalizing_groups(self) -> tuple[int, ...]:
         """The distinct token groups of boundaries that close routed sums, rising."""
-        if not self.plan.finalizes_inside:
-            return ()
-        return tuple(g for g in self.publishing_groups if g <= self.finalizing_group)
+        return tuple(sorted({row.group for row in self.token_groups if row.finalizes}))
 
     @property
     def finalizing_group(self) -> int:
@@ -436,11 +438,6 @@ class Plan:
         mailbox = {"Int32", "Uint32"} if self.tp > 1 else set()
         names = {self.activation_type, "Float32", "Int64"} | heads | mailbox
         return ", ".join(sorted(names))
-
-    @property
-    def first_reduction(self) -> str:
-        """What the reduction of the mixes is called where a second one follows."""
-        return "The reduction" if self.delayed else "First reduction"
 
     @property
     def projection_means(self) -> str:
@@ -613,10 +610,6 @@ class Plan:
     def boundary_name(self, group: int, publishes: str | None = None) -> str:
         """The name of the boundary kernel that takes ``group`` tokens a cluster."""
         return f"boundary_{group}_{publishes}" if publishes else f"boundary_{group}"
-
-    def destinations(self, transport: str) -> int:
-        """Addresses that a transport stores each fragment to."""
-        return 1 if transport == "multicast" else self.tp
 
     @property
     def token_weights(self) -> int:
@@ -1073,7 +1066,11 @@ def plan_group(
     if launches is None:
         launches = 1 if launches_fault(target, max_tokens, group) is None else 2
     at_once = fragments_at_once(plan, group, target.register_limit)
-    return TokenGroup(max_tokens, group, at_once, launches)
+    shared_bytes = target.shared_bytes(group)
+    finalizes = (
+        plan.finalizes_inside and launches == 1 and group <= target.finalizing_group
+    )
+    return TokenGroup(max_tokens, group, at_once, shared_bytes, launches, finalizes)
 
 
 def launches_fault(target: TargetPlan, max_tokens: int, group: int) -> str | None:
