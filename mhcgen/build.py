@@ -4,6 +4,8 @@ A package is written beside its target and then swapped with it in one step, so 
 build that dies at any moment leaves the package that was there.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import difflib
@@ -52,7 +54,7 @@ class Package:
     """
 
     name: str
-    files: "Files"
+    files: Files
     out: Path
 
     @property
@@ -87,7 +89,7 @@ class Package:
         return not any(True for _ in self.differences())
 
 
-def write_files(folder: Path, files: "Files") -> None:
+def write_files(folder: Path, files: Files) -> None:
     """Writes the files of a package into a new folder, down to the disk.
 
     Raises:
@@ -146,7 +148,7 @@ class Staging:
         """Whether there was nothing to write."""
         return self._temporary is None
 
-    def __enter__(self) -> "Staging":
+    def __enter__(self) -> Staging:
         """Writes the package beside its target.
 
         Raises:

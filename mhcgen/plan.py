@@ -35,6 +35,8 @@ LOCAL = "local"  # the transport of one rank alone
 PUBLISH_THREADS = 128
 MAX_FN_AHEAD = 6  # octets of fn in flight while the projection reads it from L2
 MBARRIER_BYTES = 8
+ROUTING_REGISTERS = 250  # that two tokens of a boundary take to close routed sums
+FEW_TOKENS = 2  # whose pre-mix each lane of a boundary computes for itself
 MOST_AT_ONCE = 5  # fragments whose arrival a thread awaits together
 FEWEST_TOKENS = 4  # tokens a cluster that fn must leave room for in shared memory
 TRIPS = (1, 2, 4, 8, 16, 32)  # what the plan picks from
@@ -86,14 +88,18 @@ class TokenGroup:
         max_tokens: The largest M that this row serves.
         group: Tokens that one cluster takes together.
         at_once: Fragments that a thread takes at once, of all those of its tokens.
+        shared_bytes: Shared memory of a block.
         launches: 1 where the boundary publishes itself, 2 where a launch before it
             does, or where there is nothing to publish.
+        finalizes: Whether a boundary that publishes itself closes routed sums, too.
     """
 
     max_tokens: int
     group: int
     at_once: int
+    shared_bytes: int
     launches: int
+    finalizes: bool
 
 
 @dataclass(frozen=True)
@@ -246,6 +252,7 @@ class TargetPlan:
             group * plan.token_weights * 4,
             self.warps * group * plan.sums_stride * 4,  # partial sums
             0 if plan.delayed else group * self.warps * 4,  # squares of the warps
+            0 if plan.delayed or group <= FEW_TOKENS else group * plan.hc * 4,  # pre
             self.fn_bytes,
         )
         return sum(aligned(stage, FRAGMENT_BYTES) for stage in stages)
@@ -255,7 +262,7 @@ class TargetPlan:
         """Shared memory that holds a block's part of fn, if that is its home."""
         if self.plan.fn_home != "shared":
             return 0
-        return self.threads * self.plan.fn_fragments * FRAGMENT_BYTES
+        return self.threads * self.plan.fn_thread_bytes
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -263,10 +270,32 @@ class TargetPlan:
         return tuple(sorted({row.group for row in self.token_groups}))
 
     @property
+    def finalizing_groups(self) -> tuple[int, ...]:
+        """The distinct token groups of boundaries that close routed sums, rising."""
+        return tuple(sorted({row.group for row in self.token_groups if row.finalizes}))
+
+    @property
+    def finalizing_group(self) -> int:
+        """The largest token group whose boundary closes routed sums.
+
+        Each token takes registers for the rows of its experts, and the kernels of each
+        group take a while to compile.
+        """
+        return 2 if self.register_limit >= ROUTING_REGISTERS else 1
+
+    @property
     def publishing_groups(self) -> tuple[int, ...]:
         """The distinct token groups of boundaries that publish themselves, rising."""
         rows = self.token_groups if self.plan.tp > 1 else ()
         return tuple(sorted({row.group for row in rows if row.launches == 1}))
+
+    def order_of_sums(self, row: TokenGroup) -> object:
+        """What decides in which order the sums of a token are added.
+
+        With one order for all rows of the dispatch table, a token's bits depend neither
+        on M nor on its place nor on its token group.
+        """
+        return self.cluster_size, self.warps, self.plan.trips, self.plan.projection
 
     def token_group(self, tokens: int) -> TokenGroup:
         """The dispatch row for a call of ``tokens`` tokens (1 to the capacity)."""
@@ -350,8 +379,11 @@ class Plan:
 
     @property
     def sums(self) -> int:
-        """Values of the first reduction: the mixes and the square sum."""
-        return self.mix + 1
+        """Values of the first reduction: the mixes and the square sum.
+
+        With a delayed pre-mix, it has the squares of the norm as well.
+        """
+        return self.mix + 1 + self.delayed
 
     @property
     def projection(self) -> Projection:
@@ -406,11 +438,6 @@ class Plan:
         mailbox = {"Int32", "Uint32"} if self.tp > 1 else set()
         names = {self.activation_type, "Float32", "Int64"} | heads | mailbox
         return ", ".join(sorted(names))
-
-    @property
-    def first_reduction(self) -> str:
-        """What the reduction of the mixes is called where a second one follows."""
-        return "The reduction" if self.delayed else "First reduction"
 
     @property
     def projection_means(self) -> str:
@@ -549,6 +576,11 @@ class Plan:
         return tuple(self.spec.parallel.transports)
 
     @property
+    def finalizes_inside(self) -> bool:
+        """Whether boundaries that publish themselves also close routed sums."""
+        return self.spec.moe is not None and self.tp > 1
+
+    @property
     def shared_expert(self) -> tuple[bool, ...]:
         """Whether finalize kernels are built without and with a shared expert."""
         if self.spec.moe is None:
@@ -578,10 +610,6 @@ class Plan:
     def boundary_name(self, group: int, publishes: str | None = None) -> str:
         """The name of the boundary kernel that takes ``group`` tokens a cluster."""
         return f"boundary_{group}_{publishes}" if publishes else f"boundary_{group}"
-
-    def destinations(self, transport: str) -> int:
-        """Addresses that a transport stores each fragment to."""
-        return 1 if transport == "multicast" else self.tp
 
     @property
     def token_weights(self) -> int:
@@ -695,6 +723,21 @@ class Plan:
         if self.projection == "fma":
             return self.trips * self.mix * self.fn_halves
         return self.trips * len(self.chunks) * self.fn_octets
+
+    @property
+    def fn_thread_bytes(self) -> int:
+        """Bytes of fn that one thread multiplies."""
+        return self.fn_fragments * FRAGMENT_BYTES
+
+    @property
+    def fn_partial_octet(self) -> bool:
+        """Whether the rows of fn end within an octet."""
+        return self.mix % OCTET > 0
+
+    @property
+    def fn_octets_are_odd(self) -> bool:
+        """Whether the rows of fn leave half a tile to the tokens, and not a whole."""
+        return self.fn_octets % 2 == 1
 
     @property
     def fn_ahead(self) -> int:
@@ -925,9 +968,10 @@ def projection_registers(plan: Plan, group: int) -> int:
     octets = -(-group // OCTET)
     totals = octets * plan.tiles * FRAGMENT_WORDS
     addresses = octets
-    return (
-        homes[plan.fn_home] * FRAGMENT_WORDS + totals + addresses + PROJECTION_REGISTERS
-    )
+    # With a carried pre-mix the tokens are collapsed before; measured on DSL 4.8.1.
+    collapsed = group * plan.trips * plan.lane_words + 4 if plan.delayed else 0
+    held = homes[plan.fn_home] * FRAGMENT_WORDS + collapsed
+    return held + totals + addresses + PROJECTION_REGISTERS
 
 
 def group_fault(target: TargetPlan, group: int) -> str | None:
@@ -1022,7 +1066,11 @@ def plan_group(
     if launches is None:
         launches = 1 if launches_fault(target, max_tokens, group) is None else 2
     at_once = fragments_at_once(plan, group, target.register_limit)
-    return TokenGroup(max_tokens, group, at_once, launches)
+    shared_bytes = target.shared_bytes(group)
+    finalizes = (
+        plan.finalizes_inside and launches == 1 and group <= target.finalizing_group
+    )
+    return TokenGroup(max_tokens, group, at_once, shared_bytes, launches, finalizes)
 
 
 def launches_fault(target: TargetPlan, max_tokens: int, group: int) -> str | None:
@@ -1102,6 +1150,18 @@ def target_problems(
                     allowed=f"at most {fits} at cluster size {planned.cluster_size}",
                 )
             )
+    orders = {planned.order_of_sums(row) for row in planned.token_groups}
+    if plan.spec.batch_invariant and len(orders) > 1:
+        problems.append(
+            Problem(
+                ("batch_invariant",),
+                f"on {architecture.name}, token groups add their sums in {len(orders)} "
+                "orders, and bits would depend on M",
+                given="true",
+                allowed="false",
+                hint="or give all token groups of the target one shape",
+            )
+        )
     return problems
 
 

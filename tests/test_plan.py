@@ -117,7 +117,6 @@ def test_spec_token_groups_are_taken_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("fields", "key", "reason"),
     [
-        ({"fn_weight": "fp32"}, "precision.fn_weight", "BF16 tensor cores"),
         (
             {"hidden": 16384, "hc": 8, "cluster_size": 1},
             "cluster_size",

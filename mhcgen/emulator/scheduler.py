@@ -379,8 +379,9 @@ class World:
     def _turn(self) -> bool:
         """Everything that can start starts, and runs as far as it gets."""
         moved = False
-        for crew in list(self._crews):
+        for crew in self._crews:
             self._admit(crew, np.ones(crew.clusters.size, bool))
+        for crew in list(self._crews):
             if crew.blocks.size:
                 crew.machine.start(crew.blocks)
                 crew.blocks = crew.blocks[:0]

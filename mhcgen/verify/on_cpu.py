@@ -151,7 +151,7 @@ class Emulator:
     def publish(self, call: Call) -> Published:
         """Publishes on every rank."""
         ranks = self.ranks
-        launch_publish(ranks, call, ranks.tensor)
+        launch_publish(ranks, sent_by(ranks, call, ranks.tensor))
         ranks.run()
         rows = [
             as_torch(ranks.published(rank, call.m)) for rank in range(ranks.plan.tp)
@@ -167,13 +167,10 @@ class Emulator:
     def whole(self, call: Call) -> list[Returned]:
         """Makes a call by a boundary that publishes, where there is one."""
         ranks = self.ranks
-        if call.routed is not None or not ranks.can_publish_itself(call.m):
+        if not ranks.publishes(call.m, call.routed is not None):
             return []
-        output = ranks.call(
-            ranks.tensor("x", *map(as_numpy, call.inputs.parts)),
-            streams_of(call, ranks.tensor),
-            weights_of(ranks, call),
-        )
+        x = sent_by(ranks, call, ranks.tensor)
+        output = ranks.call(x, streams_of(call, ranks.tensor), weights_of(ranks, call))
         return self._returned(output)
 
     def _returned(self, output: Output) -> list[Returned]:
@@ -214,8 +211,8 @@ def weights_of(ranks: EmulatedRanks, call: Call) -> Weights:
     )
 
 
-def launch_publish(ranks: EmulatedRanks, call: Call, make: Upload) -> None:
-    """Launches the publish or the finalize of a call.
+def sent_by(ranks: EmulatedRanks, call: Call, make: Upload) -> Tensor | Routed:
+    """What the ranks send in a call: their rows, or the routed rows that they sum.
 
     Args:
         ranks: The ranks.
@@ -223,21 +220,26 @@ def launch_publish(ranks: EmulatedRanks, call: Call, make: Upload) -> None:
         make: Uploads what the kernel before makes; routing is older.
     """
     if call.routed is None:
-        ranks.publish(make("x", *map(as_numpy, call.inputs.parts)))
-        return
+        return make("x", *map(as_numpy, call.inputs.parts))
     first = call.routed[0]
     makes = {name: ranks.tensor for name in first._fields} | {"gemm2_permuted": make}
-    ranks.publish_finalize(
-        Routed(
-            **{
-                name: makes[name](
-                    name, *(as_numpy(getattr(rows, name)) for rows in call.routed)
-                )
-                for name in first._fields
-                if getattr(first, name) is not None
-            }
-        )
+    return Routed(
+        **{
+            name: makes[name](
+                name, *(as_numpy(getattr(rows, name)) for rows in call.routed)
+            )
+            for name in first._fields
+            if getattr(first, name) is not None
+        }
     )
+
+
+def launch_publish(ranks: EmulatedRanks, x: Tensor | Routed) -> None:
+    """Launches the publish or the finalize of what the ranks send."""
+    if isinstance(x, Routed):
+        ranks.publish_finalize(x)
+    else:
+        ranks.publish(x)
 
 
 def returned(output: Output, rank: int) -> Returned:
@@ -317,10 +319,10 @@ class _Flight:
         else:
             streams = streams_of(call, ranks.produced)
         weights = weights_of(ranks, call)
-        if call.launches == 1 and ranks.can_publish_itself(call.m):
-            x = ranks.produced("x", *map(as_numpy, call.inputs.parts))
+        x = sent_by(ranks, call, ranks.produced)
+        if call.launches == 1 and ranks.publishes(call.m, call.routed is not None):
             return cls(call, streams, ranks.call(x, streams, weights))
-        launch_publish(ranks, call, ranks.produced)
+        launch_publish(ranks, x)
         return cls(call, streams, ranks.consume(streams, weights))
 
     def expected(self, subject: Subject, rank: int) -> reference.BoundaryResult:

@@ -471,3 +471,43 @@ def test_a_copy_reads_its_source_at_any_time_until_the_wait() -> None:
     for seed in range(30):
         seen |= {*run(body, ALONE, seed).words(160)[128:].tolist()}
     assert seen == {address, 7}
+
+
+# Room
+
+
+def swap(seed: int | None, room: int) -> bool:
+    """Each block waits for the same block of the other rank; whether all get on."""
+    body = (
+        "mov.u32 %r2, %ctaid.x; mul.wide.u32 %d6, %r2, 4;\n"
+        "add.s64 %d7, %d1, %d6; add.s64 %d8, %d2, %d6;\n"
+        "setp.ne.u32 %p1, %r1, 0;\n@%p1 ret;\nst.global.b32 [%d8], 1;\n"
+        "AGAIN:\nld.volatile.global.b32 %r3, [%d7];\nsetp.eq.b32 %p2, %r3, 0;\n"
+        "@%p2 bra AGAIN;"
+    )
+    tiny = Tiny(ranks=2, seed=seed, resident_blocks=room)
+    for box in tiny.out:
+        tiny.world.memory.write(box, np.zeros(256, np.uint32))
+    out = [box.address for box in tiny.out]
+    requests = [
+        (stream, np.array([out[rank], out[1 - rank]], np.uint64).tobytes())
+        for rank, stream in enumerate(tiny.streams)
+    ]
+    tiny.world.launch(program(body), Geometry((256, 1, 1), 96), requests)
+    try:
+        tiny.world.run()
+    except DeadlockError as error:
+        assert "wait for room" in str(error)
+        return False
+    return tiny.words(256).tolist() == [1] * 256
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_ranks_that_wait_for_each_other_with_room_for_all(seed: int | None) -> None:
+    assert swap(seed, 256)
+
+
+def test_ranks_that_wait_for_each_other_without_room() -> None:
+    """In order, blocks start in order, and get on; hardware does not promise that."""
+    assert swap(None, 2)
+    assert [swap(seed, 2) for seed in range(8)].count(False) >= 3
