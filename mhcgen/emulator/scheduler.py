@@ -213,6 +213,7 @@ class _Temper:
         self._landing = rng.choice([0.02, 0.2, 0.6])
         self._starting = rng.choice([0.05, 0.5, 1.0])
         self._holding = rng.choice([0.0, 0.02, 0.2])
+        self._starving = rng.choice([0.0, 0.005, 0.05])
 
     def lands(self) -> bool:
         """Whether some stores land now."""
@@ -230,6 +231,18 @@ class _Temper:
         """The ranks that do not advance for a while."""
         count = self.rng.integers(ranks)
         return {*self.rng.permutation(ranks)[:count].tolist()}
+
+    def starves_others(self) -> bool:
+        """Whether other threads of a machine starve from now on."""
+        return bool(self.rng.random() < self._starving)
+
+    def starved(self, machine: Machine) -> Array:
+        """The threads that do not run as long as others can: blocks, or warps."""
+        rng = self.rng
+        share = (0.1, 0.3, 0.6)[rng.integers(3)]
+        if rng.integers(2):
+            return np.asarray((rng.random(machine.blocks) < share)[machine.block_of])
+        return np.repeat(rng.random(machine.threads // WARP) < share, WARP)
 
     def budget(self) -> int:
         """How many operations a slice takes at most."""
@@ -256,13 +269,14 @@ class _Temper:
 
 @dataclass(eq=False)
 class _Crew:
-    """A machine, and which of its clusters and blocks have still to start."""
+    """A machine, which of its clusters and blocks have still to start, who starves."""
 
     machine: Machine
     launches: Sequence[Launch]
     clusters: Array
     refused: int = -1
     blocks: Array = field(default_factory=lambda: np.empty(0, np.int64))
+    starved: Array | None = None
 
 
 class World:
@@ -465,17 +479,23 @@ class World:
             if machine.is_stale and temper.rng.random() < 0.3:
                 machine.wake_polls()
             if machine.is_ready:
-                candidates.append(machine)
+                candidates.append(crew)
         if not candidates:
             self._held_back = set()
             return moved
-        machine = candidates[temper.rng.integers(len(candidates))]
+        crew = candidates[temper.rng.integers(len(candidates))]
+        machine = crew.machine
+        if temper.starves_others():
+            crew.starved = temper.starved(machine)
         allowed = temper.threads(machine)
+        if crew.starved is not None:
+            allowed = allowed & ~crew.starved
         for index, grid in enumerate(machine.grids):
             if grid.rank in self._held_back:
                 allowed = allowed & (machine.grid_of != index)
         if not machine.run(allowed, temper.budget()):
             self._held_back = set()
+            crew.starved = None
         if machine.in_flight and temper.lands():
             machine.land_shared(temper.threads(machine))
         if machine.copies and temper.lands():

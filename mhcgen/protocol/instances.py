@@ -38,7 +38,7 @@ MIXED = (
     Instance((2, 1, 2), launches=(1, 1, 1), room=1, in_order=True),
     Instance((1, 1, 1, 1, 1), ranks=3, launches=(1, 2, 1, 1, 2)),
     Instance((1, 2, 1, 2, 1), ranks=3, group=2, launches=(1, 1, 2, 1, 1)),
-    Instance((1, 2), ranks=3, launches=(2, 1)),
+    Instance((1, 1, 1, 1), ranks=3, launches=(2, 1, 2, 1)),
 )
 INSTANCES = (*TWO_LAUNCHES, *MIXED)
 LARGE_INSTANCES = (
@@ -59,6 +59,7 @@ LARGE_INSTANCES = (
     Instance((2, 1, 2, 1, 2), readers=2, launches=(1, 2, 1, 1, 2)),
     Instance((1, 2, 2, 1, 2), engine=Engine.WAITS, launches=(1, 1, 2, 1, 1)),
     Instance((1, 2, 1), ranks=3, launches=(1, 1, 1)),
+    Instance((1, 2), ranks=3, launches=(2, 1)),
     Instance((1, 2, 1), ranks=3, launches=(2, 1, 1)),
     Instance((2, 1, 1, 2), ranks=3, launches=(1, 2, 1, 2)),
     Instance((2, 2, 2, 2), room=2, launches=(1, 2, 1, 1)),
@@ -166,7 +167,7 @@ VARIANTS = (
         Protocol(advances_at_end=False),
         (
             Instance((1, 2, 1, 2)),
-            Instance((2, 1, 2), group=2, blocks=2),
+            Instance((1, 1, 1), blocks=2),
             Instance((2, 1), launches=(1, 2)),
             Instance((1, 2, 1), launches=(2, 1, 1)),
             Instance((1, 1, 1), ranks=3, launches=(1, 2, 1)),

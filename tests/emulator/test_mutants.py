@@ -186,13 +186,13 @@ PROTOCOL = [
         "every block advances the generation",
         ADVANCES,
         "        if thread == 0:\n",
-        BOUNDARIES,
+        (*BOUNDARIES, *GROUPS),
     ),
     boundary(
         "the first block to be counted advances the generation",
         ADVANCES,
         "        if thread == 0 and arrival == 0:\n",
-        BOUNDARIES,
+        (*BOUNDARIES, *GROUPS),
     ),
     boundary("the generation stays", ADVANCE, "generation % GENERATIONS", BOUNDARIES),
     boundary(
