@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,11 +23,12 @@ from mhcgen.build import write_files
 from mhcgen.plan import Plan, make_plan
 from mhcgen.render import render
 from mhcgen.resources import resource
-from mhcgen.runtime import loader, mailbox
+from mhcgen.runtime import loader
 from mhcgen.runtime.arguments import BoundaryInput, Checks
 from mhcgen.runtime.host import FusedBoundary
 from mhcgen.runtime.launcher import Launcher
 from mhcgen.spec_file import load_spec
+from tests.stand_ins import Machine, machine_in, mailbox_of
 
 H, HC, MIX = 512, 4, 24
 NAMES = ("x", "residual", "post", "comb", "fn", "scale", "base", "norm_weight")
@@ -92,83 +92,9 @@ def alone_modules(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     )
 
 
-class Machine:
-    """Stand-ins for streams, events and kernels, and what was done, in order."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.handle = 0
-        self.capturing = False
-        self.made = 0
-        self.recorded = 0
-        self.given: dict[str, tuple[Any, ...]] = {}
-
-    def stream(self, handle: int) -> Any:
-        self.made += 1
-        return SimpleNamespace(cuda_stream=handle)
-
-    def event(self) -> Any:
-        name = f"event {self.made}"
-        self.made += 1
-
-        def record(stream: Any) -> None:
-            self.log.append(f"record {name} on {stream.cuda_stream}")
-
-        def wait(stream: Any) -> None:
-            self.log.append(f"{stream.cuda_stream} waits for {name}")
-
-        return SimpleNamespace(record=record, wait=wait)
-
-    def recorded_on(self, stream: Any) -> None:
-        self.recorded += 1
-        assert stream.cuda_stream == 99
-
-    def kernel(self, name: str) -> Callable[..., None]:
-        def launch(*arguments: Any) -> None:
-            self.log.append(name)
-            self.given[name] = arguments
-
-        return launch
-
-    def done(self) -> list[str]:
-        """What was done since the last time."""
-        log, self.log[:] = list(self.log), []
-        return log
-
-
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    machine = Machine()
-    cuda = torch.cuda
-    monkeypatch.setattr(cuda, "Stream", lambda device: machine.stream(99))
-    monkeypatch.setattr(cuda, "Event", machine.event)
-    monkeypatch.setattr(cuda, "current_device", lambda: None)
-    monkeypatch.setattr(
-        cuda, "current_stream", lambda device: machine.stream(machine.handle)
-    )
-    monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: machine.capturing)
-    monkeypatch.setattr(
-        torch._C,
-        "_cuda_getCurrentRawStream",
-        lambda index: machine.handle,
-        raising=False,
-    )
-    monkeypatch.setattr(
-        torch.Tensor, "record_stream", lambda tensor, side: machine.recorded_on(side)
-    )
-    return machine
-
-
-def mailbox_of(constants: Any) -> mailbox.Mailbox:
-    if constants.TP == 1:
-        return mailbox.local(torch.device("cpu"))
-    return mailbox.Mailbox(
-        rank=0,
-        transport="unicast",
-        buffer=torch.empty(mailbox.mailbox_shape(constants), dtype=torch.bfloat16),
-        addresses=torch.zeros(constants.TP, dtype=torch.int64),
-        state=torch.zeros(2, dtype=torch.int32),
-    )
+    return machine_in(monkeypatch)
 
 
 def fused_of(
