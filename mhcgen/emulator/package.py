@@ -385,10 +385,13 @@ class EmulatedRanks:
 
     def publish_finalize(self, routed: Routed) -> None:
         """Publishes the sums of each rank's routed rows."""
+        tokens = routed.expert_weights.shape[0]
+        self._publish(self._finalize_name(routed), tokens, vars(routed))
+
+    def _finalize_name(self, routed: Routed) -> str:
         dtype = "bf16" if routed.expert_weights.dtype == BF16 else "fp32"
         shared = "_shared" if routed.shared_output else ""
-        name = f"finalize_{dtype}{shared}_{self.transport}"
-        self._publish(name, routed.expert_weights.shape[0], vars(routed))
+        return f"finalize_{dtype}{shared}_{self.transport}"
 
     def _publish(
         self, name: str, tokens: int, arguments: Mapping[str, Tensor | None]
@@ -412,13 +415,30 @@ class EmulatedRanks:
         """Whether the boundary of ``tokens`` tokens can publish, as ``call`` does."""
         return self.transport != LOCAL and self.target.token_group(tokens).launches == 1
 
+    def can_finalize_itself(self, tokens: int) -> bool:
+        """Whether the boundary of ``tokens`` tokens can close routed sums, too."""
+        return self.transport != LOCAL and self.target.token_group(tokens).finalizes
+
     def call(self, x: Tensor, streams: Streams, weights: Weights) -> Output:
         """Takes each rank's partial rows through a boundary that publishes them."""
+        return self._call(self.transport, {"x": x}, streams, weights)
+
+    def call_routed(self, routed: Routed, streams: Streams, weights: Weights) -> Output:
+        """Takes routed rows through a boundary that sums and publishes them."""
+        return self._call(self._finalize_name(routed), vars(routed), streams, weights)
+
+    def _call(
+        self,
+        publishes: str,
+        rows: Mapping[str, Tensor | None],
+        streams: Streams,
+        weights: Weights,
+    ) -> Output:
         self.join()
-        tokens = x.shape[0]
+        tokens = streams.residual.shape[0]
         self._arm(tokens)
-        launch = self.target.boundary_launch(tokens, self.transport)
-        source = self._source() | {"x": x, "mailboxes": self._mailboxes}
+        launch = self.target.boundary_launch(tokens, publishes)
+        source = {**self._source(), **rows, "mailboxes": self._mailboxes}
         return self._boundary(launch, streams, weights, source)
 
     def _boundary(
@@ -462,7 +482,8 @@ class EmulatedRanks:
         """Where a consumer finds what was published."""
         if self._rows is None:
             mailbox, state = self._mailbox, self._state
-            return {"x": None, "mailboxes": None, "mailbox": mailbox, "state": state}
+            absent = dict.fromkeys(("x", *Routed.__dataclass_fields__, "mailboxes"))
+            return {**absent, "mailbox": mailbox, "state": state}
         return {"x": self._rows}
 
     def _outputs(self, tokens: int, tail: bool = False) -> dict[str, Tensor | None]:

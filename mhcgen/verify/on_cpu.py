@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -167,14 +168,17 @@ class Emulator:
     def whole(self, call: Call) -> list[Returned]:
         """Makes a call by a boundary that publishes, where there is one."""
         ranks = self.ranks
-        if call.routed is not None or not ranks.can_publish_itself(call.m):
+        streams = partial(streams_of, call, ranks.tensor)
+        weights = partial(weights_of, ranks, call)
+        if call.routed is not None:
+            if not ranks.can_finalize_itself(call.m):
+                return []
+            routed = routed_of(ranks, call, ranks.tensor)
+            return self._returned(ranks.call_routed(routed, streams(), weights()))
+        if not ranks.can_publish_itself(call.m):
             return []
-        output = ranks.call(
-            ranks.tensor("x", *map(as_numpy, call.inputs.parts)),
-            streams_of(call, ranks.tensor),
-            weights_of(ranks, call),
-        )
-        return self._returned(output)
+        x = ranks.tensor("x", *map(as_numpy, call.inputs.parts))
+        return self._returned(ranks.call(x, streams(), weights()))
 
     def _returned(self, output: Output) -> list[Returned]:
         ranks = self.ranks
@@ -225,18 +229,22 @@ def launch_publish(ranks: EmulatedRanks, call: Call, make: Upload) -> None:
     if call.routed is None:
         ranks.publish(make("x", *map(as_numpy, call.inputs.parts)))
         return
+    ranks.publish_finalize(routed_of(ranks, call, make))
+
+
+def routed_of(ranks: EmulatedRanks, call: Call, make: Upload) -> Routed:
+    """What finalize takes of a call; ``make`` uploads the experts' rows."""
+    assert call.routed is not None
     first = call.routed[0]
     makes = {name: ranks.tensor for name in first._fields} | {"gemm2_permuted": make}
-    ranks.publish_finalize(
-        Routed(
-            **{
-                name: makes[name](
-                    name, *(as_numpy(getattr(rows, name)) for rows in call.routed)
-                )
-                for name in first._fields
-                if getattr(first, name) is not None
-            }
-        )
+    return Routed(
+        **{
+            name: makes[name](
+                name, *(as_numpy(getattr(rows, name)) for rows in call.routed)
+            )
+            for name in first._fields
+            if getattr(first, name) is not None
+        }
     )
 
 
