@@ -1,15 +1,22 @@
-"""The command line. Exit codes: 0 done, 1 failed or stale, 2 the user's mistake."""
+"""The command line. Exit codes: 0 done, 1 failed or stale, 2 the user's mistake.
+
+Specs, plans and templates are imported by the commands that need them: packages are
+benchmarked on machines that have no library for these.
+"""
+
+from __future__ import annotations
 
 import json
 import os
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -25,11 +32,12 @@ from mhcgen.compilation import (
 )
 from mhcgen.console import progress, show_diff, show_table
 from mhcgen.errors import MhcgenError, PlanError
-from mhcgen.explain import as_json, explain, show
-from mhcgen.plan import Plan, make_plan
-from mhcgen.render import RESOLVED_SPEC, render
-from mhcgen.spec import schema_text
-from mhcgen.spec_file import load_spec
+
+if TYPE_CHECKING:
+    from mhcgen.plan import Plan
+
+if TYPE_CHECKING:
+    from mhcgen.matrix_report import Report
 
 app = typer.Typer(
     add_completion=False,
@@ -92,6 +100,8 @@ def build(
 
     A package is replaced once all its kernels compile, and whole or not at all.
     """
+    from mhcgen.render import render
+
     plans = load_plans(specs, arch or ())
     packages = [Package(plan.name, render(plan), out) for plan in plans]
     if check:
@@ -144,6 +154,8 @@ def compile_(
     jobs: Jobs = None,
 ) -> None:
     """Compile every kernel of specs or of packages, and show what each uses."""
+    from mhcgen.render import render
+
     archs = arch or ()
     packages = [path for path in sources if path.is_dir()]
     plans = load_plans([path for path in sources if path not in packages], archs)
@@ -197,6 +209,8 @@ def explain_(
     json_: AsJson = False,
 ) -> None:
     """Show everything that follows from a spec, and where each number comes from."""
+    from mhcgen.explain import as_json, explain, show
+
     (plan,) = load_plans([spec], arch or ())
     sections = explain(plan, arch or (), tokens)
     if json_:
@@ -232,6 +246,7 @@ def verify_(
 ) -> None:
     """Run kernels in the emulator, and compare every output with the reference."""
     from mhcgen import verify
+    from mhcgen.render import RESOLVED_SPEC, render
 
     with tempfile.TemporaryDirectory(prefix="mhcgen-") as temporary:
         if source.is_dir():
@@ -256,17 +271,256 @@ def verify_(
         raise typer.Exit(1)
 
 
+@app.command("bench")
+def bench_(
+    source: Annotated[Path, typer.Argument(metavar="SPEC_OR_PACKAGE")],
+    tokens: Annotated[
+        str, typer.Option(metavar="M,M,...", help="Sizes of calls.")
+    ] = "1,2,4,8,16,32,64",
+    compare: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="SPEC_OR_PACKAGE", help="Time this one, too; repeatable."),
+    ] = None,
+    json_: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write JSON there.")
+    ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="COLUMN",
+            help="Leave out nccl, one-shot, unfused or floor; repeatable.",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw a picture: .png, .svg or .html."),
+    ] = None,
+) -> None:
+    """Time packages on GPUs, beside NCCL, the unfused path and the floor.
+
+    On one GPU, which plays all ranks, or on one a rank: python -m
+    torch.distributed.run --nproc-per-node TP -m mhcgen bench ... The JSON of an earlier
+    run in the place of a package is shown and drawn again, without a GPU.
+    """
+    from mhcgen.bench import plot as picture
+    from mhcgen.bench import report as table
+    from mhcgen.bench.result import read_result
+
+    if plot is not None:
+        picture.check_format(plot)
+    if source.suffix == ".json":
+        if compare or json_:
+            raise MhcgenError(
+                f"{source} is a finished run: --compare and --json need a new one"
+            )
+        result = read_result(source)
+    else:
+        from mhcgen.bench.run import run
+
+        sizes = numbers(tokens)
+        with progress("timing", len(sizes)) as advance:
+            measured = run([source, *(compare or ())], sizes, without or (), advance)
+        if measured is None:
+            return
+        result = measured
+    table.show(result)
+    if json_ is not None:
+        write_text(json_, result.text())
+    if plot is not None:
+        picture.write_plot(result, plot)
+
+
+@app.command("tune")
+def tune_(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC")],
+    write: Annotated[
+        bool, typer.Option("--write", help="Write what won into the spec.")
+    ] = False,
+    budget: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1, help="Stop measuring after this.")
+    ] = 300,
+    tokens: Annotated[
+        str,
+        typer.Option(
+            metavar="M,M,...", help="Sizes of calls; those where winners may change."
+        ),
+    ] = "",
+) -> None:
+    """Find the cluster size and the token groups that serve a spec best on this GPU.
+
+    Starts like bench, on one GPU or on one a rank.
+    """
+    from mhcgen.bench.variants import tune
+    from mhcgen.spec_file import load_spec
+    from mhcgen.spec_writer import replace_file, with_target
+
+    plan = _load_plan(spec)
+    text = load_spec(spec).text
+    sizes = numbers(tokens) if tokens else None
+    tuned = tune(plan, sizes, budget)
+    if tuned is None:
+        return
+    tuned.show()
+    if write:
+        replace_file(spec, with_target(text, tuned.targets, tuned.arch, tuned.device))
+        print(f"{spec}: tuned for {tuned.arch}; run mhcgen build")
+    else:
+        print("not written: give --write")
+
+
+def numbers(text: str) -> list[int]:
+    """The sizes of calls in a list such as ``1,3,64``.
+
+    Raises:
+        MhcgenError: One is no number above 0.
+    """
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if not word.isdecimal() or int(word) < 1:
+            raise MhcgenError(
+                f"--tokens {text}: {word!r} is no number of tokens; give some such as "
+                "1,8,64"
+            )
+    return list(dict.fromkeys(map(int, words)))
+
+
+@app.command()
+def init(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.json")],
+    tp: Annotated[int, typer.Option(metavar="N", help="Tensor-parallel ranks.")],
+    name: Annotated[
+        str | None, typer.Option(help="The spec's name; the model type's by default.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The spec; by default NAME.yaml."),
+    ] = None,
+    pre_mix: Annotated[
+        str | None, typer.Option(metavar="P", help="fresh (the default) or delayed.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the spec if it is there.")
+    ] = False,
+) -> None:
+    """Write a spec from the config.json of a Hugging Face model."""
+    from mhcgen.hf_config import read_config
+    from mhcgen.text_file import write_whole
+
+    made = read_config(config, tp, name, pre_mix)
+    path = out or Path(f"{made.spec.name}.yaml")
+    write_whole(path, made.text, overwrite=force)
+    show_table(
+        f"{made.spec.name}: from {config}",
+        ("field", "value", "from"),
+        [(".".join(v.loc), str(v.value), v.origin) for v in made.values],
+    )
+    for note in made.notes:
+        print(f"note: {note}")
+    print(f"{made.spec.name}: written to {path}")
+
+
+@app.command("matrix")
+def matrix_(
+    source: Annotated[Path, typer.Argument(metavar="MATRIX")],
+    sample: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Check N specs that show every value."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="What a sample is drawn by.")] = 0,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Check only this spec; repeatable."),
+    ] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile every kernel.")
+    ] = False,
+    device: Annotated[
+        str | None,
+        typer.Option("--verify", metavar="DEVICE", help="Verify on cpu or cuda."),
+    ] = None,
+    tokens: Annotated[
+        str, typer.Option(metavar="M,M,...", help="Sizes of the calls to verify.")
+    ] = "",
+    calls: Annotated[
+        int | None, typer.Option(min=1, help="Calls of each size to verify.")
+    ] = None,
+    arch: Archs = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Specs at a time; one a core by default.")
+    ] = None,
+    report_: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="FILE", help="Write a report: .md or .html."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep the packages here.")
+    ] = None,
+) -> None:
+    """Make every spec of a matrix, and check all of them or a sample."""
+    from mhcgen import matrix, matrix_report, matrix_run
+    from mhcgen.spec import ARCHS
+    from mhcgen.text_file import write_whole
+
+    for option, given, known in (
+        ("--verify", [device] if device else [], ("cpu", "cuda")),
+        ("--arch", arch or [], ARCHS),
+    ):
+        for value in given:
+            if value not in known:
+                raise MhcgenError(f"{option} {value}: choose one of {', '.join(known)}")
+    if report_ is not None:
+        matrix_report.check_format(report_)
+    checks = matrix_run.Checks(
+        source, tuple(arch or ()), compiled, device, tokens, calls, out
+    )
+    expansion = matrix.expand(matrix.load_matrix(source), only or ())
+    picked = expansion.legal
+    if sample is not None:
+        picked = matrix.sample(picked, sample, seed)
+    with progress("checking", len(picked)) as advance:
+        results = matrix_run.check(picked, checks, jobs or matrix_run.cores(), advance)
+    report = matrix_report.Report(expansion, checks, results)
+    show_matrix(report)
+    if report_ is not None:
+        write_whole(report_, report.text(report_))
+    if report.failures:
+        raise typer.Exit(1)
+
+
+def show_matrix(report: Report) -> None:
+    """Prints what became of a matrix."""
+    show_table("Blocks", report.block_headers, report.blocks)
+    if report.reasons:
+        show_table("Refused by the plan", report.reason_headers, report.reasons)
+    for result in report.failures:
+        print(f"\nFAILED: {result.candidate.name}: {result.stage}")
+        print(textwrap.indent(result.reason, "  "))
+        print(f"  again: {report.checks.command(result.candidate.name)}")
+    print(report.summary)
+
+
 @app.command()
 def schema(
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write it here instead.")
     ] = None,
+    matrix: Annotated[
+        bool, typer.Option("--matrix", help="The schema of matrices instead.")
+    ] = False,
 ) -> None:
     """Print the JSON Schema of specs, for editors."""
+    if matrix:
+        from mhcgen.matrix import matrix_schema_text
+
+        text = matrix_schema_text()
+    else:
+        from mhcgen.spec import schema_text
+
+        text = schema_text()
     if output is None:
-        print(schema_text(), end="")
+        print(text, end="")
         return
-    write_text(output, schema_text())
+    write_text(output, text)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -310,6 +564,9 @@ def load_plans(paths: Iterable[Path], archs: Sequence[str]) -> list[Plan]:
 
 
 def _load_plan(path: Path) -> Plan:
+    from mhcgen.plan import make_plan
+    from mhcgen.spec_file import load_spec
+
     source = load_spec(path)
     try:
         return make_plan(source.spec)

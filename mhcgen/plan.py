@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Literal
+from typing import Literal, get_args
 
 from mhcgen.architecture import (
     ARCHITECTURES,
@@ -34,9 +34,13 @@ GENERATIONS = 3
 LOCAL = "local"  # the transport of one rank alone
 PUBLISH_THREADS = 128
 MAX_FN_AHEAD = 6  # octets of fn in flight while the projection reads it from L2
+MBARRIER_BYTES = 8
+ROUTING_REGISTERS = 250  # that two tokens of a boundary take to close routed sums
+FEW_TOKENS = 2  # whose pre-mix each lane of a boundary computes for itself
+MOST_AT_ONCE = 5  # fragments whose arrival a thread awaits together
 FEWEST_TOKENS = 4  # tokens a cluster that fn must leave room for in shared memory
 TRIPS = (1, 2, 4, 8, 16, 32)  # what the plan picks from
-TOKEN_GROUPS = (1, 2, 3, 4, 5, 8, 12, 16)  # what the plan picks from
+TOKEN_GROUPS = (1, 2, 3, 4, 5, 7, 9, 12, 16)  # what the plan picks from
 MIXES_THREADS = 32
 INT32_MAX = 2**31 - 1
 SHARED_EXPERT = {"optional": (False, True), "always": (True,), "never": (False,)}
@@ -46,6 +50,7 @@ PROJECTION_REGISTERS = 40
 FMA_REGISTERS = 80
 
 FnHome = Literal["registers", "shared", "global"]
+FN_HOMES: tuple[FnHome, ...] = get_args(FnHome)
 Projection = Literal["tensor_cores", "fma"]
 DSL_TYPES = {"bf16": "BFloat16", "fp16": "Float16", "fp32": "Float32"}
 ENDS_THREADS = 128  # of a block of the entry or the exit
@@ -59,27 +64,18 @@ class Design:
         trips: Shares of a row that each warp takes one after another.
         fn_home: Where a block keeps its part of fn from its start on: in registers, in
             shared memory, or nowhere, so that the projection reads it from L2.
-        prefetch: Whether the next token's rows are in flight while one is in work.
     """
 
     trips: int
     fn_home: FnHome
-    prefetch: bool
 
 
-_KEPT: tuple[tuple[FnHome, bool], ...] = (
-    ("registers", True),
-    ("shared", True),
-    ("shared", False),
-    ("global", True),
-    ("global", False),
-)
 DESIGNS = tuple(
-    Design(trips, fn_home, prefetch)
+    Design(trips, fn_home)
     for trips in TRIPS
-    for fn_home, prefetch in _KEPT
-    # fn of several shares does not fit, and the loop over them has no room for more.
-    if trips == 1 or (fn_home != "registers" and not prefetch)
+    for fn_home in FN_HOMES
+    # fn of several shares does not fit.
+    if trips == 1 or fn_home != "registers"
 )
 """What the plan picks from: the first that every target can run."""
 
@@ -91,10 +87,19 @@ class TokenGroup:
     Attributes:
         max_tokens: The largest M that this row serves.
         group: Tokens that one cluster takes together.
+        at_once: Fragments that a thread takes at once, of all those of its tokens.
+        shared_bytes: Shared memory of a block.
+        launches: 1 where the boundary publishes itself, 2 where a launch before it
+            does, or where there is nothing to publish.
+        finalizes: Whether a boundary that publishes itself closes routed sums, too.
     """
 
     max_tokens: int
     group: int
+    at_once: int
+    shared_bytes: int
+    launches: int
+    finalizes: bool
 
 
 @dataclass(frozen=True)
@@ -221,6 +226,11 @@ class TargetPlan:
         return self.warps * self.plan.trips * self.plan.fragments_per_warp
 
     @property
+    def launched_threads(self) -> int:
+        """Threads of a boundary block with those of its mixes."""
+        return self.threads + WARP * self.plan.tail
+
+    @property
     def idle_lanes(self) -> bool:
         """Whether some lanes of a cluster have no fragment."""
         return self.cluster_size * self.fragments_per_block > self.plan.fragments
@@ -228,21 +238,22 @@ class TargetPlan:
     @property
     def register_limit(self) -> int:
         """Registers that a boundary thread may use with one block a multiprocessor."""
-        return register_limit(self.threads)
+        return register_limit(self.launched_threads)
 
     def shared_bytes(self, group: int) -> int:
         """Shared memory of one boundary block that takes ``group`` tokens."""
         plan = self.plan
-        one_token = plan.boundary_name(group) == "boundary"
-        streams_in_registers = plan.projection == "fma" and one_token
-        new_streams = self.warps * plan.trips * group * plan.stash_token_bytes
         stages = (
-            self.fn_bytes,
-            0 if streams_in_registers else new_streams,
+            group * (plan.last_sum + 1) * self.cluster_size * 4,  # sums of the blocks
+            0 if plan.delayed else group * self.cluster_size * 4,  # their squares
+            2 * MBARRIER_BYTES,
+            group * plan.mix * 4 if plan.tail else 0,  # logits of the mixes
+            self.warps * plan.trips * group * plan.stash_token_bytes,
+            group * plan.token_weights * 4,
             self.warps * group * plan.sums_stride * 4,  # partial sums
-            group * plan.sum_rows * self.cluster_size * 4,  # sums of the blocks
             0 if plan.delayed else group * self.warps * 4,  # squares of the warps
-            0 if plan.delayed else group * self.cluster_size * 4,  # of the blocks
+            0 if plan.delayed or group <= FEW_TOKENS else group * plan.hc * 4,  # pre
+            self.fn_bytes,
         )
         return sum(aligned(stage, FRAGMENT_BYTES) for stage in stages)
 
@@ -257,6 +268,26 @@ class TargetPlan:
     def groups(self) -> tuple[int, ...]:
         """The distinct token groups, rising."""
         return tuple(sorted({row.group for row in self.token_groups}))
+
+    @property
+    def finalizing_groups(self) -> tuple[int, ...]:
+        """The distinct token groups of boundaries that close routed sums, rising."""
+        return tuple(sorted({row.group for row in self.token_groups if row.finalizes}))
+
+    @property
+    def finalizing_group(self) -> int:
+        """The largest token group whose boundary closes routed sums.
+
+        Each token takes registers for the rows of its experts, and the kernels of each
+        group take a while to compile.
+        """
+        return 2 if self.register_limit >= ROUTING_REGISTERS else 1
+
+    @property
+    def publishing_groups(self) -> tuple[int, ...]:
+        """The distinct token groups of boundaries that publish themselves, rising."""
+        rows = self.token_groups if self.plan.tp > 1 else ()
+        return tuple(sorted({row.group for row in rows if row.launches == 1}))
 
     def order_of_sums(self, row: TokenGroup) -> object:
         """What decides in which order the sums of a token are added.
@@ -279,29 +310,39 @@ class TargetPlan:
         grid = (plan.publish_blocks, tokens, 1)
         return Launch("publish", grid, plan.publish_threads, 1, 0)
 
-    def boundary_launch(self, tokens: int) -> Launch:
-        """The launch of the boundary of ``tokens`` tokens."""
+    def boundary_launch(self, tokens: int, publishes: str | None = None) -> Launch:
+        """The launch of the boundary of ``tokens`` tokens.
+
+        Args:
+            tokens: M.
+            publishes: The transport of its own publish, or None.
+        """
         group = self.token_group(tokens).group
         return Launch(
-            self.plan.boundary_name(group),
+            self.plan.boundary_name(group, publishes),
             (self.cluster_size, -(-tokens // group), 1),
-            self.threads,
+            self.launched_threads,
             self.cluster_size,
             self.shared_bytes(group),
         )
 
     def mixes_launch(self, tokens: int) -> Launch:
-        """The launch of the mixes of ``tokens`` tokens."""
+        """The launch of the mixes of ``tokens`` tokens, where they have their own."""
         grid = (-(-tokens // MIXES_THREADS), 1, 1)
         return Launch("mixes", grid, MIXES_THREADS, 1, 0)
 
     def launches(self, tokens: int) -> tuple[Launch, ...]:
-        """The launches of one boundary call, in order: publish, boundary, mixes.
+        """The launches of one boundary call, in order.
 
         One rank alone has nothing to publish.
         """
-        publish = (self.publish_launch(tokens),) if self.plan.tp > 1 else ()
-        return (*publish, self.boundary_launch(tokens), self.mixes_launch(tokens))
+        mixes = () if self.plan.tail else (self.mixes_launch(tokens),)
+        if self.plan.tp == 1:
+            return (self.boundary_launch(tokens), *mixes)
+        if self.token_group(tokens).launches == 1:
+            transport = self.plan.transports[0]
+            return (self.boundary_launch(tokens, transport), *mixes)
+        return (self.publish_launch(tokens), self.boundary_launch(tokens), *mixes)
 
 
 @dataclass(frozen=True)
@@ -397,11 +438,6 @@ class Plan:
         mailbox = {"Int32", "Uint32"} if self.tp > 1 else set()
         names = {self.activation_type, "Float32", "Int64"} | heads | mailbox
         return ", ".join(sorted(names))
-
-    @property
-    def first_reduction(self) -> str:
-        """What the reduction of the mixes is called where a second one follows."""
-        return "The reduction" if self.delayed else "First reduction"
 
     @property
     def projection_means(self) -> str:
@@ -540,6 +576,11 @@ class Plan:
         return tuple(self.spec.parallel.transports)
 
     @property
+    def finalizes_inside(self) -> bool:
+        """Whether boundaries that publish themselves also close routed sums."""
+        return self.spec.moe is not None and self.tp > 1
+
+    @property
     def shared_expert(self) -> tuple[bool, ...]:
         """Whether finalize kernels are built without and with a shared expert."""
         if self.spec.moe is None:
@@ -557,15 +598,36 @@ class Plan:
         return self.design.fn_home
 
     @property
-    def prefetch(self) -> bool:
-        """Whether the next token's rows are in flight while one is in work."""
-        return self.design.prefetch
+    def tail(self) -> bool:
+        """Whether a warp of each boundary computes the mixes."""
+        return self.spec.mixes == "tail"
 
-    def boundary_name(self, group: int) -> str:
+    @property
+    def has_mixes_kernel(self) -> bool:
+        """Whether some mixes have a launch of their own; an entry's always have."""
+        return not self.tail or self.spec.ends.entry
+
+    def boundary_name(self, group: int, publishes: str | None = None) -> str:
         """The name of the boundary kernel that takes ``group`` tokens a cluster."""
-        if group == 1 and self.trips == 1:
-            return "boundary"
-        return f"grouped_boundary_{group}"
+        return f"boundary_{group}_{publishes}" if publishes else f"boundary_{group}"
+
+    @property
+    def token_weights(self) -> int:
+        """Mixes that weigh a token's streams: post and comb, and a carried pre-mix."""
+        return self.hc * (1 + self.hc + self.delayed)
+
+    @property
+    def shared_sums(self) -> int:
+        """Sums of a token that every block of a cluster takes.
+
+        They are the pre-mix and the square sum; with a carried pre-mix, two squares.
+        """
+        return 2 if self.delayed else self.hc + 1
+
+    @property
+    def own_sums(self) -> int:
+        """Sums of a token that only the block of its mixes takes."""
+        return self.mix if self.delayed else self.mix - self.hc
 
     @property
     def publish_threads(self) -> int:
@@ -595,23 +657,6 @@ class Plan:
     def idle_lanes(self) -> bool:
         """Whether some lanes of a boundary have no fragment, on any target."""
         return any(target.idle_lanes for target in self.targets)
-
-    @cached_property
-    def grouped(self) -> bool:
-        """Whether any boundary kernel takes its tokens one after another."""
-        groups = {group for target in self.targets for group in target.groups}
-        return groups != {1} or self.trips > 1
-
-    @cached_property
-    def single(self) -> bool:
-        """Whether there is a boundary kernel for one token a cluster."""
-        return self.trips == 1 and any(1 in target.groups for target in self.targets)
-
-    @property
-    def stores_if(self) -> str:
-        """Which lanes store their share of the layer input; empty where all do."""
-        conditions = {"own": self.idle_lanes, "counts": bool(self.lane_map.merges)}
-        return " and ".join(name for name, is_needed in conditions.items() if is_needed)
 
     @property
     def token_bytes(self) -> int:
@@ -717,19 +762,9 @@ class Plan:
         return self.squares + self.delayed
 
     @property
-    def last_sum_name(self) -> str:
-        """The constant of that place."""
-        return "NORM_SQUARES" if self.delayed else "SQUARES"
-
-    @property
     def sum_tiles(self) -> int:
         """Warps' worth of sums that the projection reduces one after another."""
         return -(-(self.squares + 1) // WARP)
-
-    @property
-    def sum_rows(self) -> int:
-        """Places of a token's sums in the exchange of a cluster, whole warps."""
-        return aligned(self.last_sum + 1, WARP)
 
     @property
     def sums_stride(self) -> int:
@@ -896,18 +931,27 @@ def working_registers(plan: Plan) -> int:
     return 58 + 2 * plan.hc + plan.lane_map.polls // 2
 
 
-def boundary_registers(plan: Plan) -> int:
+def boundary_registers(plan: Plan, at_once: int = 1) -> int:
     """Registers that a boundary's thread needs for the tokens' rows.
 
-    It holds its part of fn, if that is at home there, and the inputs of a token; with
-    prefetch, those of the next one too. The boundary of one token needs fewer.
+    It holds its part of fn, if that is at home there, and the arrived fragments that
+    it takes at once.
     """
     fn = plan.fn_fragments * FRAGMENT_WORDS if plan.fn_home == "registers" else 0
-    fragments = plan.lane_map.polls + plan.hc
-    weights = 1 + plan.hc
-    tokens = 2 if plan.prefetch else 1
-    inputs = tokens * (fragments * FRAGMENT_WORDS + weights)
-    return fn + inputs + working_registers(plan)
+    return fn + at_once * plan.lane_map.polls * FRAGMENT_WORDS + working_registers(plan)
+
+
+def fragments_at_once(plan: Plan, group: int, limit: int) -> int:
+    """Fragments that a thread takes at once, of those of its ``group`` tokens.
+
+    As many as registers allow, and about as many each time.
+    """
+    items = group * plan.trips
+    # In trips, collapsed fragments take registers as well.
+    numbers = range(1, MOST_AT_ONCE + 1) if plan.trips == 1 else (1, 2)
+    fitting = [n for n in numbers if boundary_registers(plan, n) <= limit]
+    most = max(fitting, default=1)
+    return -(-items // -(-items // most))
 
 
 def projection_registers(plan: Plan, group: int) -> int:
@@ -924,9 +968,10 @@ def projection_registers(plan: Plan, group: int) -> int:
     octets = -(-group // OCTET)
     totals = octets * plan.tiles * FRAGMENT_WORDS
     addresses = octets
-    return (
-        homes[plan.fn_home] * FRAGMENT_WORDS + totals + addresses + PROJECTION_REGISTERS
-    )
+    # With a carried pre-mix the tokens are collapsed before; measured on DSL 4.8.1.
+    collapsed = group * plan.trips * plan.lane_words + 4 if plan.delayed else 0
+    held = homes[plan.fn_home] * FRAGMENT_WORDS + collapsed
+    return held + totals + addresses + PROJECTION_REGISTERS
 
 
 def group_fault(target: TargetPlan, group: int) -> str | None:
@@ -943,7 +988,8 @@ def group_fault(target: TargetPlan, group: int) -> str | None:
     if registers > target.register_limit:
         return (
             f"to project a group of {tokens} takes about {registers} registers a "
-            f"thread; {target.threads} threads a block leave {target.register_limit}"
+            f"thread; {target.launched_threads} threads a block leave "
+            f"{target.register_limit}"
         )
     return None
 
@@ -958,16 +1004,16 @@ def cluster_fault(
             "blocks"
         )
     target = TargetPlan(plan, architecture, cluster_size, "", (), "")
-    if target.threads > MAX_THREADS_PER_BLOCK:
+    if target.launched_threads > MAX_THREADS_PER_BLOCK:
         return (
-            f"a block would need {target.threads} threads; the limit is "
+            f"a block would need {target.launched_threads} threads; the limit is "
             f"{MAX_THREADS_PER_BLOCK}"
         )
     needed = boundary_registers(plan)
     if needed > target.register_limit:
         return (
-            f"{target.threads} threads a block leave {target.register_limit} registers "
-            f"a thread, and the boundary needs about {needed}"
+            f"{target.launched_threads} threads a block leave {target.register_limit} "
+            f"registers a thread, and the boundary needs about {needed}"
         )
     # With fn in shared memory, little room for tokens is a bad bargain.
     fewest = min(FEWEST_TOKENS, plan.capacity) if plan.fn_home == "shared" else 1
@@ -1007,9 +1053,38 @@ def choose_token_groups(target: TargetPlan) -> Iterator[TokenGroup]:
     groups = [group for group in TOKEN_GROUPS if group_fault(target, group) is None]
     for group in groups:
         served = capacity if group == groups[-1] else min(wave * group, capacity)
-        yield TokenGroup(served, group)
+        yield plan_group(target, served, group, None)
         if served == capacity:
             return
+
+
+def plan_group(
+    target: TargetPlan, max_tokens: int, group: int, launches: int | None
+) -> TokenGroup:
+    """One row of a dispatch table."""
+    plan = target.plan
+    if launches is None:
+        launches = 1 if launches_fault(target, max_tokens, group) is None else 2
+    at_once = fragments_at_once(plan, group, target.register_limit)
+    shared_bytes = target.shared_bytes(group)
+    finalizes = (
+        plan.finalizes_inside and launches == 1 and group <= target.finalizing_group
+    )
+    return TokenGroup(max_tokens, group, at_once, shared_bytes, launches, finalizes)
+
+
+def launches_fault(target: TargetPlan, max_tokens: int, group: int) -> str | None:
+    """Why a boundary cannot publish itself, or None where it can.
+
+    Its blocks wait for those of other ranks, so all must run at once everywhere.
+    """
+    clusters = -(-max_tokens // group)
+    wave = clusters_at_once(target.architecture, target.cluster_size)
+    if target.plan.tp == 1:
+        return "one rank has nothing to publish"
+    if clusters > wave:
+        return f"{clusters} clusters would have to run at once, and about {wave} do"
+    return None
 
 
 def clusters_at_once(architecture: Architecture, cluster_size: int) -> int:
@@ -1049,6 +1124,17 @@ def target_problems(
     problems = []
     planned = plan_target(plan, architecture, target)
     for index, row in enumerate(target.token_groups or ()):
+        if row.launches == 1:
+            fault = launches_fault(planned, row.max_tokens, row.group)
+            if fault is not None:
+                problems.append(
+                    Problem(
+                        (*key, "token_groups", index, "launches"),
+                        fault,
+                        given="1",
+                        allowed="2",
+                    )
+                )
         fault = group_fault(planned, row.group)
         if fault is not None:
             fits = max(
@@ -1104,7 +1190,8 @@ def plan_target(plan: Plan, architecture: Architecture, target: Target) -> Targe
         )
     else:
         token_groups = tuple(
-            TokenGroup(row.max_tokens, row.group) for row in target.token_groups
+            plan_group(planned, row.max_tokens, row.group, row.launches)
+            for row in target.token_groups
         )
         groups_reason = "from the spec"
     return replace(planned, token_groups=token_groups, groups_reason=groups_reason)

@@ -36,9 +36,7 @@ PTX_DOCSTRING = (
 )
 
 EMITTED_IF: dict[PurePosixPath, Callable[[Plan], bool]] = {
-    PurePosixPath("boundary.py"): lambda plan: plan.single,
     PurePosixPath("finalize.py"): lambda plan: plan.spec.moe is not None,
-    PurePosixPath("grouped_boundary.py"): lambda plan: plan.grouped,
     PurePosixPath("ends.py"): lambda plan: plan.ends,
     PurePosixPath("entry.py"): lambda plan: plan.spec.ends.entry,
     PurePosixPath("exit.py"): lambda plan: plan.exit_by is not None,
@@ -58,11 +56,16 @@ class TemplateError(Exception):
     """The templates cannot make a package: a fault of mhcgen, not of the spec."""
 
 
-def render(plan: Plan) -> Files:
+def render(plan: Plan, formatting: bool = True) -> Files:
     """Renders the package of a plan.
 
     The resolved spec is what is rendered, so that the spec.yaml inside the package
     gives the identical package.
+
+    Args:
+        plan: The plan.
+        formatting: Whether the Python files are formatted, which needs ruff. Those that
+            are not are for a single run.
 
     Returns:
         The text of each file by its path in the package, sorted by path.
@@ -75,12 +78,17 @@ def render(plan: Plan) -> Files:
     header = header_of(plan, templates.sha256)
     files = templates.rendered(plan)
     files[PTX] = templates.ptx(files)
-    files = formatted(
-        {
-            path: f"{header}\n{text}" if path.suffix == ".py" else text
+    files = {
+        path: f"{header}\n{text}" if path.suffix == ".py" else text
+        for path, text in files.items()
+    }
+    if formatting:
+        files = formatted(files)
+    else:
+        files = {
+            path: used_imports(text) if path.suffix == ".py" else text
             for path, text in files.items()
         }
-    )
     files[RESOLVED_SPEC] = header + spec_yaml(plan.spec)
     files[MANIFEST] = Manifest(
         name=plan.name,
@@ -115,7 +123,11 @@ def resolved(plan: Plan) -> Spec:
         target.arch: {
             "cluster_size": target.cluster_size,
             "token_groups": [
-                {"max_tokens": row.max_tokens, "group": row.group}
+                {
+                    "max_tokens": row.max_tokens,
+                    "group": row.group,
+                    **({"launches": row.launches} if plan.tp > 1 else {}),
+                }
                 for row in target.token_groups
             ],
         }
@@ -144,18 +156,17 @@ def _yaml_lines(mapping: Mapping[str, Any]) -> Iterable[str]:
             yield from (f"  {line}" for line in _yaml_lines(value))
         elif isinstance(value, list) and isinstance(value[0], dict):
             yield f"{key}:"
-            yield from (f"  - {_yaml_inline(item)}" for item in value)
+            yield from (f"  - {yaml_inline(item)}" for item in value)
         else:
-            yield f"{key}: {_yaml_inline(value)}"
+            yield f"{key}: {yaml_inline(value)}"
 
 
-def _yaml_inline(value: object) -> str:
+def yaml_inline(value: object) -> str:
+    """A value as YAML text on one line."""
     if isinstance(value, dict):
-        return (
-            "{" + ", ".join(f"{k}: {_yaml_inline(v)}" for k, v in value.items()) + "}"
-        )
+        return "{" + ", ".join(f"{k}: {yaml_inline(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_yaml_inline, value)) + "]"
+        return "[" + ", ".join(map(yaml_inline, value)) + "]"
     text = str(value)
     if isinstance(value, float) and "e" in text and "." not in text:
         return text.replace("e", ".0e")  # YAML 1.1 reads 1e-05 as a string
@@ -174,11 +185,26 @@ def kernel_rows(target: TargetPlan) -> tuple[KernelRow, ...]:
                 suffix = "_shared" if shared else ""
                 names.append(f"finalize_{dtype}{suffix}_{transport}")
         rows += [KernelRow(name, 1, plan.publish_threads, 0) for name in names]
-    for group in target.groups:
-        size, shared_bytes = target.cluster_size, target.shared_bytes(group)
-        name = plan.boundary_name(group)
-        rows.append(KernelRow(name, size, target.threads, shared_bytes, group))
-    rows.append(KernelRow("mixes", 1, MIXES_THREADS, 0))
+    size, threads = target.cluster_size, target.launched_threads
+    boundaries = [(plan.boundary_name(group), group) for group in target.groups]
+    boundaries += [
+        (plan.boundary_name(group, transport), group)
+        for group in target.publishing_groups
+        for transport in plan.transports
+    ]
+    boundaries += [
+        (f"boundary_{group}_finalize_{dtype}{'_shared' * shared}_{transport}", group)
+        for group in target.finalizing_groups
+        for transport in plan.transports
+        for dtype in (moe.weight_dtypes if moe else ())
+        for shared in plan.shared_expert
+    ]
+    rows += [
+        KernelRow(name, size, threads, target.shared_bytes(group), group)
+        for name, group in boundaries
+    ]
+    if plan.has_mixes_kernel:
+        rows.append(KernelRow("mixes", 1, MIXES_THREADS, 0))
     rows += [
         KernelRow(name, launch.cluster, launch.block, launch.shared_bytes)
         for name, launch in plan.ends_launches(1).items()
@@ -379,6 +405,24 @@ def ptx_names(path: PurePosixPath, text: str) -> set[str]:
     }
 
 
+def used_imports(text: str) -> str:
+    """A module without the names that it imports from its package and never uses.
+
+    Templates import all that some plan uses; not every plan's modules define it.
+    """
+    module = ast.parse(text)
+    used = {node.id for node in ast.walk(module) if isinstance(node, ast.Name)}
+    # Such as the names in __all__.
+    used |= {str(n.value) for n in ast.walk(module) if isinstance(n, ast.Constant)}
+    lines = text.splitlines(keepends=True)
+    for node in reversed(module.body):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            node.names = [each for each in node.names if each.name in used]
+            statement = [f"{ast.unparse(node)}\n"] if node.names else []
+            lines[node.lineno - 1 : node.end_lineno] = statement
+    return "".join(lines)
+
+
 def formatted(files: Files) -> Files:
     """Sorts the imports of all Python files and formats them, by one fixed style.
 
@@ -391,7 +435,7 @@ def formatted(files: Files) -> Files:
         for path in modules:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(files[path], "utf-8", newline="\n")
-        _ruff(folder, "check", "--select=I", "--fix")
+        _ruff(folder, "check", "--select=I,F401", "--fix")
         _ruff(folder, "format")
         return files | {path: (folder / path).read_text("utf-8") for path in modules}
 

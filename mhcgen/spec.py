@@ -252,6 +252,14 @@ class TokenGroup(Section):
     group: Annotated[
         int, Field(ge=1, le=64, description="Tokens that one cluster takes together.")
     ]
+    launches: Annotated[
+        Annotated[Literal[1, 2], BeforeValidator(_exact_int)] | None,
+        Field(
+            description="1 where the boundary publishes itself, which takes all of its "
+            "clusters to run at once; 2 where a launch before it publishes. Null lets "
+            "the plan choose."
+        ),
+    ] = None
 
     @model_validator(mode="after")
     def _group_fits(self) -> "TokenGroup":
@@ -358,6 +366,13 @@ class Spec(Section):
             "or on its token group."
         ),
     ] = False
+    mixes: Annotated[
+        Literal["side_stream", "tail"],
+        Field(
+            description="Where the next mixes are computed: by a warp of the boundary "
+            "itself, or by a launch of its own on a side stream."
+        ),
+    ] = "side_stream"
     ends: Annotated[
         Ends,
         BeforeValidator(_null_as_empty, json_schema_input_type=Ends | None),

@@ -4,6 +4,7 @@ Modules, each resting on those before it:
 
 - ``ptx`` parses; ``arithmetic`` knows the value of every operation; ``memory`` knows
   what is allocated and written; ``instructions`` compiles PTX to functions over arrays;
+- ``mbarriers`` counts the asynchronous stores of a cluster;
 - ``machine`` executes a kernel for many blocks, with divergence, warp operations,
   barriers, clusters and distributed shared memory;
 - ``scheduler`` runs the launches of all ranks: streams, programmatic dependent launch,
@@ -14,7 +15,8 @@ Modelled: exact FP32 and BF16 arithmetic, independent progress of lanes, warps, 
 clusters and ranks, and stores that land late: those into another rank's memory or
 through a multicast window in any order and in pieces of two bytes, until their kernel
 is complete or a fence; those into a peer's shared memory, until the storing thread
-arrives at the cluster barrier with release. A launch that waits for another one relies
+arrives at the cluster barrier with release, or, if asynchronous, in any order until the
+phase of their mbarrier is complete. A launch that waits for another one relies
 on that one alone, never on what came before it.
 
 Not modelled: time; late or reordered stores within one device's global memory, and

@@ -20,6 +20,7 @@ from mhcgen.emulator.arithmetic import Array
 from mhcgen.emulator.errors import Fault, LaneError, PtxError
 from mhcgen.emulator.ptx import (
     PREDICATE,
+    SINK,
     TYPE_BYTES,
     Address,
     Immediate,
@@ -74,8 +75,25 @@ class Frame(Protocol):
     def store_shared(self, addresses: Array, values: Array) -> None:
         """Stores into shared memory of the cluster."""
 
-    def copy_shared(self, addresses: Array, values: Array) -> None:
-        """Starts to copy elements to the block's shared memory."""
+    def store_async(
+        self, addresses: Array, values: Array, flags: Array, pc: int
+    ) -> None:
+        """Starts to store into shared memory of the cluster."""
+
+    def init_mbarrier(self, addresses: Array, counts: Array) -> None:
+        """Makes mbarriers in the block's shared memory."""
+
+    def arrive_mbarrier(self, addresses: Array, expected: Array) -> None:
+        """Arrives at mbarriers of the block, and lets them expect bytes."""
+
+    def passed_mbarrier(self, addresses: Array, parities: Array) -> Array:
+        """Whether the phase of a parity is complete at mbarriers of the block."""
+
+    def fence_mbarriers(self) -> None:
+        """Makes initialised mbarriers visible to the cluster."""
+
+    def copy_shared(self, places: Array, addresses: Array, reads: Array) -> None:
+        """Starts to copy elements to the block's shared memory, or zeros."""
 
     def wait_copies(self) -> None:
         """Waits for the copies that the threads have started."""
@@ -100,6 +118,7 @@ class Kind(enum.Enum):
     BRANCH = enum.auto()
     EXIT = enum.auto()
     BLOCK_BARRIER = enum.auto()
+    BLOCK_ARRIVE = enum.auto()
     CLUSTER_ARRIVE = enum.auto()
     CLUSTER_WAIT = enum.auto()
     GRID_WAIT = enum.auto()
@@ -118,6 +137,7 @@ class Operation:
         negated: Whether it is executed where the predicate is false.
         target: Where a branch goes to.
         number: The number of a barrier.
+        threads: The threads that a barrier takes; 0 for all of the block.
         releases: Whether an arrival makes earlier stores visible.
         polls: Whether a branch closes a loop that only waits for memory to change.
         mask: The lanes that take part in a warp operation; None for the whole warp.
@@ -130,9 +150,17 @@ class Operation:
     negated: bool = False
     target: int = -1
     number: int = 0
+    threads: int = 0
     releases: bool = True
     polls: bool = False
     mask: Read | None = None
+
+
+_TESTS = {"try_wait", "test_wait"}
+_EFFECTS = {
+    *("st", "cp", "atom", "red", "multimem", "mbarrier"),
+    *("bar", "barrier", "shfl", "mma"),
+}
 
 
 class _UnknownError(Exception):
@@ -182,10 +210,13 @@ def _compile(kernel: Kernel, instruction: Instruction, place: int) -> Operation:
         case ["ret"] | ["exit"]:
             return operation(Kind.EXIT)
         case ["bar" | "barrier", "sync"] | ["barrier", "sync", "aligned"]:
-            (number,) = instruction.operands
-            if not isinstance(number, Immediate) or not 0 <= number.value < BARRIERS:
-                raise _UnknownError("only barriers 0 to 15")
-            return operation(Kind.BLOCK_BARRIER, number=number.value)
+            number, threads = _barrier(instruction.operands)
+            return operation(Kind.BLOCK_BARRIER, number=number, threads=threads)
+        case ["bar" | "barrier", "arrive"] | ["barrier", "arrive", "aligned"]:
+            number, threads = _barrier(instruction.operands)
+            if not threads:
+                raise _UnknownError("an arrival names the number of threads")
+            return operation(Kind.BLOCK_ARRIVE, number=number, threads=threads)
         case ["bar", "warp", "sync"]:
             return operation(
                 Kind.WARP, lambda frame: None, mask=_mask(instruction.operands[0])
@@ -208,6 +239,9 @@ def _compile(kernel: Kernel, instruction: Instruction, place: int) -> Operation:
             if types != ["f32", "bf16", "bf16", "f32"]:
                 raise _UnknownError("only FP32 sums of BF16")
             return operation(Kind.WARP, _matrix(instruction.operands))
+        case ["st", "async", *modifiers]:
+            run = _store_async(kernel, modifiers, instruction.operands, place)
+            return operation(Kind.COMPUTE, run)
         case _:
             build = _BUILDERS.get(base)
             if build is None:
@@ -218,14 +252,29 @@ def _compile(kernel: Kernel, instruction: Instruction, place: int) -> Operation:
 
 
 def _only_waits(kernel: Kernel, first: int, last: int) -> bool:
-    """Whether a loop reads memory that others write, and has no effect itself."""
+    """Whether a loop reads what others write, and has no effect itself."""
     body = [i.opcode.split(".") for i in kernel.instructions[first : last + 1]]
-    watches = any(
+    tests = [parts[0] == "mbarrier" and parts[1] in _TESTS for parts in body]
+    watches = any(tests) or any(
         parts[0] == "ld" and {"volatile", "relaxed", "acquire"} & {*parts}
         for parts in body
     )
-    effects = {"st", "atom", "red", "multimem", "bar", "barrier", "shfl", "mma"}
-    return watches and not any(parts[0] in effects for parts in body)
+    return watches and not any(
+        parts[0] in _EFFECTS and not test
+        for parts, test in zip(body, tests, strict=True)
+    )
+
+
+def _barrier(operands: Sequence[Operand]) -> tuple[int, int]:
+    """The number of a block's barrier, and of its threads; 0 for all."""
+    if not all(isinstance(operand, Immediate) for operand in operands):
+        raise _UnknownError("only constants")
+    number, *threads = (o.value for o in operands if isinstance(o, Immediate))
+    if not 0 <= number < BARRIERS:
+        raise _UnknownError("only barriers 0 to 15")
+    if threads and (threads[0] <= 0 or threads[0] % WARP):
+        raise _UnknownError("only whole warps")
+    return number, threads[0] if threads else 0
 
 
 def _expect(modifiers: Sequence[str], allowed: set[str]) -> None:
@@ -300,7 +349,7 @@ def _predicate(operand: Operand) -> Read:
 
 def _sink(operand: Operand, kind: str) -> Write:
     """Writes a result; a wider register is filled by extension."""
-    if isinstance(operand, Symbol) and operand.name == "_":
+    if operand == Symbol(SINK):
         return lambda frame, value: None
     if not isinstance(operand, Register) or operand.type == PREDICATE:
         raise _UnknownError(f"{operand} is no register for a result")
@@ -800,13 +849,64 @@ def _copy(
         if np.any((sizes != 0) & (sizes != 16)):
             lane = int(np.flatnonzero((sizes != 0) & (sizes != 16))[0])
             raise Fault(LaneError, f"a copy that reads {int(sizes[lane])} bytes", lane)
-        values = np.zeros(addresses.size, np.complex128)
-        read = sizes == 16
-        if read.any():
-            values[read] = frame.load_global(addresses[read], 16)
-        frame.copy_shared(place(frame), values)
+        frame.copy_shared(place(frame), addresses, sizes == 16)
 
     return run
+
+
+def _store_async(
+    kernel: Kernel, parts: list[str], operands: Sequence[Operand], pc: int
+) -> Run:
+    """``st.async``: a store that an mbarrier beside its data counts."""
+    completion = "mbarrier::complete_tx::bytes"
+    if completion not in parts:
+        raise _UnknownError(f"only with .{completion}")
+    modifiers = [part for part in parts if part != completion]
+    access = _access(modifiers)
+    _expect(modifiers, {"weak", "shared::cluster", "v2", "v4", access.kind})
+    if access.kind[1:] not in ("32", "64") or access.space != "shared::cluster":
+        raise _UnknownError("only 32 and 64 bits, to .shared::cluster")
+    address = _address(operands[0], access.space, kernel)
+    elements = _elements(operands[1], access.count, access.kind, access.width)
+    flag = _address(operands[2], access.space, kernel)
+    return lambda f: f.store_async(address(f), elements(f), flag(f), pc)
+
+
+def _mbarrier(
+    kernel: Kernel, base: str, parts: list[str], operands: Sequence[Operand]
+) -> Run:
+    """Initialises, arrives at or tests an mbarrier of the block."""
+    *modifiers, kind = parts
+    if kind != "b64" or not {"shared", "shared::cta"} & {*modifiers}:
+        raise _UnknownError("only .shared::cta.b64")
+    modifiers = [m for m in modifiers if m not in ("shared", "shared::cta")]
+    if modifiers == ["init"]:
+        address, count = _address(operands[0], "shared", kernel), _count(operands[1])
+        return lambda f: f.init_mbarrier(address(f), count(f))
+    if modifiers[0] in _TESTS and "parity" in modifiers:
+        _expect(modifiers[1:], {"parity", "acquire", "cta", "cluster"})
+        slot = _predicate_slot(operands[0])
+        address, parity = _address(operands[1], "shared", kernel), _count(operands[2])
+        return lambda f: f.write(slot, f.passed_mbarrier(address(f), parity(f)))
+    if modifiers[0] != "arrive":
+        raise _UnknownError("only init, arrive, and waits for a parity")
+    _expect(modifiers[1:], {"expect_tx", "release", "cta", "cluster"})
+    if operands[0] != Symbol(SINK):
+        raise _UnknownError(f"only without a state: {SINK}")
+    address = _address(operands[1], "shared", kernel)
+    if "expect_tx" in modifiers:
+        size = _count(operands[2])
+    elif len(operands) == 2:
+        size = _count(Immediate(0))
+    else:
+        raise _UnknownError("only one arrival")
+    return lambda f: f.arrive_mbarrier(address(f), size(f))
+
+
+def _count(operand: Operand) -> Read:
+    """A number for each thread."""
+    read = _source(operand, "u32")
+    return lambda frame: np.broadcast_to(read(frame), frame.threads.shape)
 
 
 def _map(
@@ -867,6 +967,8 @@ def _atomic(
 def _fence(
     kernel: Kernel, base: str, parts: list[str], operands: Sequence[Operand]
 ) -> Run:
+    if parts == ["mbarrier_init", "release", "cluster"]:
+        return lambda frame: frame.fence_mbarriers()
     _expect(parts, {"acq_rel", "sc", "gl"} | _SCOPES)
     return lambda frame: frame.fence()
 
@@ -972,6 +1074,7 @@ _BUILDERS |= {
     "multimem": _multimem,
     "mapa": _map,
     "cp": _copy,
+    "mbarrier": _mbarrier,
     "atom": _atomic,
     "red": _atomic,
     "fence": _fence,

@@ -33,13 +33,15 @@ from mhcgen.emulator.instructions import (
     Operation,
     compile_kernel,
 )
-from mhcgen.emulator.memory import GlobalMemory, SharedMemory
+from mhcgen.emulator.mbarriers import LandingError, Mbarriers
+from mhcgen.emulator.memory import GlobalMemory, SharedMemory, Use
 from mhcgen.emulator.ptx import SHARED_BASE, Kernel
 
 Shape = tuple[int, int, int]
 
 NEVER = 1 << 30
 RUNAWAY = 4_000_000
+COPY_BYTES = 16
 CLUSTER_SPACE = 24
 """Bits of an address within a block in the shared memory of its cluster."""
 
@@ -135,6 +137,8 @@ class Machine:
         status: What each thread is doing.
         pc: The instruction of each thread.
         executed: Operations executed so far.
+        mbarriers: The mbarriers of the blocks.
+        copies: Copies to shared memory that no thread has waited for.
     """
 
     def __init__(
@@ -184,6 +188,8 @@ class Machine:
         self.arrivals = np.zeros(self.threads, np.int32)
         self.waits = np.zeros(self.threads, np.int32)
         self.waiting = np.zeros((BARRIERS, self.blocks), np.int64)
+        self.barrier_size = np.zeros((BARRIERS, self.blocks), np.int64)
+        self.barrier_of = np.zeros(self.threads, np.uint8)
         self.started = np.zeros(self.blocks, bool)
         self.triggered = np.zeros(self.blocks, bool)
         self.registers: list[Array | None] = [None] * len(program.kernel.registers)
@@ -197,7 +203,8 @@ class Machine:
             program.kernel.static_shared + geometry.shared_bytes,
         )
         self.in_flight: list[tuple[Array, Array, Array, Array]] = []
-        self._copies: list[tuple[Array, Array, Array]] = []
+        self.copies: list[_Copies] = []
+        self.mbarriers = Mbarriers(self.shared, self.threads, self._wake_block)
 
     @property
     def done(self) -> bool:
@@ -215,6 +222,11 @@ class Machine:
         polling = self.status == POLLING
         self.status[polling] = READY
         return bool(polling.any())
+
+    def _wake_block(self, block: int) -> None:
+        """Lets those threads of a block look again that poll an mbarrier."""
+        polling = (self.status == POLLING) & (self.block_of == block)
+        self.status[polling] = READY
 
     def pass_grid_wait(self) -> None:
         """Lets threads go on whose launch need not wait any more."""
@@ -320,6 +332,20 @@ class Machine:
         if operation.polls:
             self.status[taken] = POLLING
             self.polled_version = self.memory.version
+
+    def waits_for(self, thread: int) -> str:
+        """What a thread that cannot go on waits for."""
+        status = int(self.status[thread])
+        if status == AT_BARRIER:
+            number, block = int(self.barrier_of[thread]), int(self.block_of[thread])
+            needed = self.barrier_size[number, block] or self.live[block]
+            return (
+                f"{WAITS_FOR[status]}, number {number}, where "
+                f"{self.waiting[number, block]} of {needed} threads are"
+            )
+        if status == POLLING and (awaited := self.mbarriers.describe_awaited(thread)):
+            return awaited
+        return WAITS_FOR[status]
 
     def located(self, fault: Fault, threads: Array, pc: int) -> ExecutionError:
         """The error for a fault of one of some threads."""
@@ -440,20 +466,52 @@ class Machine:
     def _block_barrier(self, frame: ThreadFrame, operation: Operation, pc: int) -> bool:
         waiting = self.waiting[operation.number]
         counts = np.bincount(self.block_of[frame.threads], minlength=self.blocks)
-        if not waiting.any() and np.array_equal(counts, np.where(counts, self.live, 0)):
+        needed = operation.threads or self.live
+        if not waiting.any() and np.array_equal(counts, np.where(counts, needed, 0)):
             return True
+        self._join_barrier(frame, operation, counts)
         frame.flush()
         self.pc[frame.threads] = pc
         self.status[frame.threads] = AT_BARRIER
-        waiting += counts
+        self.barrier_of[frame.threads] = operation.number
         self._release_barriers()
         return False
 
+    def _block_arrive(self, frame: ThreadFrame, operation: Operation, pc: int) -> bool:
+        counts = np.bincount(self.block_of[frame.threads], minlength=self.blocks)
+        self._join_barrier(frame, operation, counts)
+        self._release_barriers()
+        return True
+
+    def _join_barrier(
+        self, frame: ThreadFrame, operation: Operation, counts: Array
+    ) -> None:
+        """Counts threads at a barrier that all its threads have not come to yet."""
+        number, threads = operation.number, operation.threads
+        waiting, size = self.waiting[number], self.barrier_size[number]
+        wrong = (counts > 0) & (waiting > 0) & (size != threads)
+        reason = "whose other threads name another number of them"
+        if threads and not wrong.any():
+            wrong = (counts > 0) & (waiting + counts > threads)
+            reason = f"of {threads} threads, where more than these arrive"
+        if wrong.any():
+            raise Fault(
+                BarrierError,
+                f"a thread is at barrier {number} {reason}",
+                int(np.flatnonzero(wrong[self.block_of[frame.threads]])[0]),
+            )
+        size[counts > 0] = threads
+        waiting += counts
+
     def _release_barriers(self) -> None:
-        for waiting in self.waiting:
-            complete = (waiting > 0) & (waiting == self.live)
+        for number, waiting in enumerate(self.waiting):
+            if not waiting.any():
+                continue
+            size = self.barrier_size[number]
+            complete = (waiting > 0) & (waiting == np.where(size, size, self.live))
             if complete.any():
-                self._go_on(complete[self.block_of] & (self.status == AT_BARRIER))
+                here = (self.status == AT_BARRIER) & (self.barrier_of == number)
+                self._go_on(complete[self.block_of] & here)
                 waiting[complete] = 0
 
     def _cluster_arrive(
@@ -470,6 +528,7 @@ class Machine:
         if operation.releases and self.in_flight:
             self.land_shared(np.isin(np.arange(self.threads), threads))
         self.arrivals[threads] += 1
+        self.mbarriers.publish(threads, self.arrivals[threads], operation.releases)
         self._release_clusters()
         return True
 
@@ -535,6 +594,7 @@ class Machine:
         counts = np.bincount(self.block_of[threads], minlength=self.blocks)
         self.live -= counts
         over = np.flatnonzero((counts > 0) & (self.live == 0))
+        self._check_exit(threads, over)
         self._release_barriers()
         self._release_clusters()
         if over.size:
@@ -547,15 +607,27 @@ class Machine:
                 self.grids[index].block_exited(count)
         return False
 
+    def _check_exit(self, threads: Array, over: Array) -> None:
+        try:
+            self.mbarriers.check_exit(over)
+        except Fault as fault:
+            block = over[fault.lane]
+            fault.lane = int(np.flatnonzero(self.block_of[threads] == block)[0])
+            raise
+
     # --- distributed shared memory --------------------------------------------------
 
-    def store_cluster(self, threads: Array, addresses: Array, values: Array) -> None:
-        """Stores into shared memory of any block of the cluster."""
+    def _targets(self, threads: Array, addresses: Array) -> tuple[Array, Array]:
+        """The blocks that addresses in the cluster are in, and the addresses there."""
         own = self.block_of[threads]
         block = (addresses >> np.uint32(CLUSTER_SPACE)).astype(np.int64)
         target = np.where(block == 0, own, own - own % self.cluster_blocks + block - 1)
-        places = addresses & np.uint32((1 << CLUSTER_SPACE) - 1)
-        remote = target != own
+        return target, addresses & np.uint32((1 << CLUSTER_SPACE) - 1)
+
+    def store_cluster(self, threads: Array, addresses: Array, values: Array) -> None:
+        """Stores into shared memory of any block of the cluster."""
+        target, places = self._targets(threads, addresses)
+        remote = target != self.block_of[threads]
         self._check_running(target)
         if self.delays is None or not remote.any():
             self.shared.store(target, places, values)
@@ -585,23 +657,65 @@ class Machine:
                 left.append((threads[rest], target[rest], places[rest], values[rest]))
         self.in_flight = left
 
+    # --- asynchronous stores --------------------------------------------------------
+
+    def store_async(
+        self, threads: Array, addresses: Array, values: Array, flags: Array, pc: int
+    ) -> None:
+        """Sends stores into the cluster; their mbarriers tell when they have landed."""
+        target, places = self._targets(threads, addresses)
+        flag_target, flag_places = self._targets(threads, flags)
+        apart = np.flatnonzero(target != flag_target)
+        if apart.size:
+            raise Fault(
+                MemoryFaultError,
+                "an asynchronous store with its data and its mbarrier in different "
+                "blocks",
+                int(apart[0]),
+            )
+        self._check_running(target)
+        waits = np.where(target == self.block_of[threads], -1, self.waits[threads])
+        self.mbarriers.send(pc, threads, target, places, values, flag_places, waits)
+        if self.delays is None:
+            self.land_stores()
+
+    def land_stores(self, rng: np.random.Generator | None = None) -> None:
+        """Lands asynchronous stores: all, or a random part of them."""
+        try:
+            if rng is None:
+                self.mbarriers.land_all()
+            else:
+                self.mbarriers.land_some(rng)
+        except LandingError as error:
+            raise self.located(error.fault, error.threads, error.pc) from None
+
     # --- asynchronous copies --------------------------------------------------------
 
-    def start_copies(self, threads: Array, addresses: Array, values: Array) -> None:
+    def start_copies(
+        self, threads: Array, places: Array, addresses: Array, reads: Array
+    ) -> None:
         """Takes what threads copy to shared memory; nobody sees it before they wait."""
-        self._copies.append((threads, addresses, values))
+        blocks = self.block_of[threads]
+        offsets = self.shared.claim(blocks, places, COPY_BYTES, Use.COPIES)
+        copies = _Copies(threads, offsets, addresses, reads)
+        copies.read(self.memory, reads)
+        self.copies.append(copies)
+
+    def read_copies(self, of_threads: Array) -> None:
+        """Reads once more what some threads copy: they have not waited for it yet."""
+        for copies in self.copies:
+            copies.read(self.memory, copies.reads & of_threads[copies.threads])
 
     def land_copies(self, waiting: Array) -> None:
         """Lands what the waiting threads have copied."""
         left = []
-        for threads, addresses, values in self._copies:
-            now = np.isin(threads, waiting)
-            if now.any():
-                blocks = self.block_of[threads[now]]
-                self.shared.store(blocks, addresses[now], values[now])
+        for copies in self.copies:
+            now = np.isin(copies.threads, waiting)
+            self.shared.fill(copies.offsets[now], copies.values[now])
+            self.shared.release(copies.offsets[now], COPY_BYTES)
             if not now.all():
-                left.append((threads[~now], addresses[~now], values[~now]))
-        self._copies = left
+                left.append(copies.part(~now))
+        self.copies = left
 
     def _check_running(self, blocks: Array) -> None:
         wrong = ~self.started[blocks] | (self.live[blocks] == 0)
@@ -617,6 +731,44 @@ class Machine:
             )
 
 
+class _Copies:
+    """Copies of global to shared memory, one element a thread.
+
+    Attributes:
+        threads: Who copies.
+        offsets: The places in shared memory.
+        addresses: The addresses in global memory.
+        reads: Which of them are read; the other elements are zeros.
+        values: What was read.
+    """
+
+    def __init__(
+        self, threads: Array, offsets: Array, addresses: Array, reads: Array
+    ) -> None:
+        """Takes copies of zeros, until `read`."""
+        self.threads = threads
+        self.offsets = offsets
+        self.addresses = addresses
+        self.reads = reads
+        self.values = np.zeros(threads.size, np.complex128)
+
+    def read(self, memory: GlobalMemory, now: Array) -> None:
+        """Reads some of the elements."""
+        if now.any():
+            self.values[now] = memory.load(self.addresses[now], COPY_BYTES)
+
+    def part(self, chosen: Array) -> _Copies:
+        """Some of the copies."""
+        part = _Copies(
+            self.threads[chosen],
+            self.offsets[chosen],
+            self.addresses[chosen],
+            self.reads[chosen],
+        )
+        part.values = self.values[chosen]
+        return part
+
+
 def _coordinate(number: Array, shape: Shape, axis: int) -> Array:
     before = (1, shape[0], shape[0] * shape[1])[axis]
     return number // before % shape[axis]
@@ -626,6 +778,7 @@ _HANDLERS: dict[Kind, Callable[[Machine, ThreadFrame, Operation, int], bool]] = 
     Kind.WARP: Machine._warp,
     Kind.EXIT: Machine._exit,
     Kind.BLOCK_BARRIER: Machine._block_barrier,
+    Kind.BLOCK_ARRIVE: Machine._block_arrive,
     Kind.CLUSTER_ARRIVE: Machine._cluster_arrive,
     Kind.CLUSTER_WAIT: Machine._cluster_wait,
     Kind.GRID_WAIT: Machine._grid_wait,
@@ -758,9 +911,37 @@ class ThreadFrame:
         """Stores into shared memory of the cluster."""
         self.machine.store_cluster(self.threads, addresses, values)
 
-    def copy_shared(self, addresses: Array, values: Array) -> None:
-        """Starts to copy elements to the block's shared memory."""
-        self.machine.start_copies(self.threads, addresses, values)
+    def store_async(
+        self, addresses: Array, values: Array, flags: Array, pc: int
+    ) -> None:
+        """Starts to store into shared memory of the cluster."""
+        self.machine.store_async(self.threads, addresses, values, flags, pc)
+
+    def init_mbarrier(self, addresses: Array, counts: Array) -> None:
+        """Makes mbarriers in the block's shared memory."""
+        machine = self.machine
+        blocks = machine.block_of[self.threads]
+        machine.mbarriers.initialise(self.threads, blocks, addresses, counts)
+
+    def arrive_mbarrier(self, addresses: Array, expected: Array) -> None:
+        """Arrives at mbarriers of the block, and lets them expect bytes."""
+        machine = self.machine
+        blocks = machine.block_of[self.threads]
+        machine.mbarriers.arrive(blocks, addresses, expected)
+
+    def passed_mbarrier(self, addresses: Array, parities: Array) -> Array:
+        """Whether the phase of a parity is complete at mbarriers of the block."""
+        machine = self.machine
+        blocks = machine.block_of[self.threads]
+        return machine.mbarriers.passed(self.threads, blocks, addresses, parities)
+
+    def fence_mbarriers(self) -> None:
+        """Makes initialised mbarriers visible to the cluster."""
+        self.machine.mbarriers.fence(self.threads)
+
+    def copy_shared(self, places: Array, addresses: Array, reads: Array) -> None:
+        """Starts to copy elements to the block's shared memory, or zeros."""
+        self.machine.start_copies(self.threads, places, addresses, reads)
 
     def wait_copies(self) -> None:
         """Waits for the copies that the threads have started."""

@@ -8,6 +8,7 @@ that an access to what is not allocated, or that nothing has written, is a fault
 
 import bisect
 import contextlib
+import enum
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,6 +67,25 @@ class Arena:
         if np.count_nonzero(states.view(np.uint8)) != offsets.size * width:
             self._fault(states, width, stored=True)
         self._data[width][index] = values
+        self._state[width][index] = _written(width)
+
+    def close(self, offsets: Array, width: int) -> None:
+        """Makes elements, which must be allocated, as if they were not."""
+        index = offsets >> offsets.dtype.type(width.bit_length() - 1)
+        states = self._state[width].take(index)
+        if np.count_nonzero(states.view(np.uint8)) != offsets.size * width:
+            self._fault(states, width, stored=True)
+        self._state[width][index] = 0
+
+    def fill(self, offsets: Array, values: Array) -> None:
+        """Gives elements a value, whether they are allocated or not."""
+        width = values.itemsize
+        index = offsets >> offsets.dtype.type(width.bit_length() - 1)
+        self._data[width][index] = values
+
+    def open(self, offsets: Array, width: int) -> None:
+        """Makes elements allocated, and written."""
+        index = offsets >> offsets.dtype.type(width.bit_length() - 1)
         self._state[width][index] = _written(width)
 
     def _fault(self, states: Array, width: int, stored: bool = False) -> None:
@@ -329,6 +349,22 @@ class GlobalMemory:
         )
 
 
+class Use(enum.IntEnum):
+    """What shared memory is used for while ordinary accesses have to keep away."""
+
+    COPIES = 1
+    STORES = 2
+    MBARRIER = 3
+
+
+_USES = {
+    Use.COPIES: "to which a copy is on its way that its thread has not waited for",
+    Use.STORES: "to which an asynchronous store is on its way, in an mbarrier's phase "
+    "that is not complete",
+    Use.MBARRIER: "where an mbarrier is",
+}
+
+
 class SharedMemory:
     """The shared memory of some blocks, all of one size."""
 
@@ -339,23 +375,18 @@ class SharedMemory:
         self.stride = -(-max(size, 1) // 16) * 16
         self.arena = Arena(blocks * self.stride)
         self.arena.state.reshape(blocks, -1)[:, :size] = _ALLOCATED
+        self._uses = _lazy_zeros(self.arena.size)
 
     def load(self, blocks: Array, addresses: Array, width: int) -> Array:
         """Loads one element of ``width`` bytes an address."""
-        offsets = self._offsets(blocks, addresses, width)
+        offsets = self.offsets(blocks, addresses, width)
         try:
             return self.arena.load(offsets, width)
         except Fault as fault:
             if width == 16:
                 with contextlib.suppress(Fault):
                     return self._three_of_four(offsets)
-            raise Fault(
-                fault.error,
-                f"uninitialised read: {width} bytes at byte "
-                f"{int(addresses[fault.lane]) - self.base} of shared memory, which "
-                "nothing has written",
-                fault.lane,
-            ) from None
+            raise self._explained(fault, offsets, width, "read") from None
 
     def _three_of_four(self, offsets: Array) -> Array:
         """Elements whose fourth word may be unwritten, and is then a NaN.
@@ -370,9 +401,60 @@ class SharedMemory:
 
     def store(self, blocks: Array, addresses: Array, values: Array) -> None:
         """Stores one element an address."""
-        self.arena.store(self._offsets(blocks, addresses, values.itemsize), values)
+        offsets = self.offsets(blocks, addresses, values.itemsize)
+        try:
+            self.arena.store(offsets, values)
+        except Fault as fault:
+            raise self._explained(fault, offsets, values.itemsize, "store") from None
 
-    def _offsets(self, blocks: Array, addresses: Array, width: int) -> Array:
+    def claim(self, blocks: Array, addresses: Array, width: int, use: Use) -> Array:
+        """Makes every access of some elements a fault, until they are released.
+
+        Returns:
+            The elements' places, for `fill` and `release`.
+        """
+        offsets = self.offsets(blocks, addresses, width)
+        try:
+            every, first = np.unique(offsets, return_index=True)
+            if every.size != offsets.size:
+                again = np.ones(offsets.size, bool)
+                again[first] = False
+                raise Fault(MemoryFaultError, "taken", int(np.flatnonzero(again)[0]))
+            self.arena.close(offsets, width)
+        except Fault as fault:
+            raise self._explained(fault, offsets, width, "use", use) from None
+        self._mark(offsets, width, use)
+        return offsets
+
+    def fill(self, offsets: Array, values: Array) -> None:
+        """Writes claimed elements, which stay claimed."""
+        self.arena.fill(offsets, values)
+
+    def release(self, offsets: Array, width: int) -> None:
+        """Lets ordinary accesses see claimed elements."""
+        self.arena.open(offsets, width)
+        self._mark(offsets, width, 0)
+
+    def _mark(self, offsets: Array, width: int, use: int) -> None:
+        index = offsets // width
+        marks: Array = np.full(width, use, np.uint8).view(_ELEMENT[width])
+        self._uses.view(_ELEMENT[width])[index] = marks
+
+    def _explained(
+        self, fault: Fault, offsets: Array, width: int, access: str, also: int = 0
+    ) -> Fault:
+        """The fault of an access inside of the memory; an access by two faults too."""
+        first = int(offsets[fault.lane])
+        place = f"{width} bytes at byte {first % self.stride} of shared memory"
+        use = int(self._uses[first : first + width].max()) or also
+        if use:
+            reason = f"unordered {access}: {place}, {_USES[Use(use)]}"
+        else:
+            reason = f"uninitialised read: {place}, which nothing has written"
+        return Fault(fault.error, reason, fault.lane)
+
+    def offsets(self, blocks: Array, addresses: Array, width: int) -> Array:
+        """The places of elements in the memory of all blocks."""
         check_alignment(addresses, width)
         offsets = addresses.astype(np.int64) - self.base
         if offsets.min() < 0 or offsets.max() > self.size - width:

@@ -11,6 +11,8 @@ TYPE_BYTES = {
     f"{kind}{bits}": bits // 8 for kind in "bsu" for bits in (8, 16, 32, 64)
 } | {"f32": 4, "f64": 8, "f16": 2, "bf16": 2, "f16x2": 4, "bf16x2": 4, "f32x2": 8}
 PREDICATE = "pred"
+SINK = "_"
+"""The operand in place of a result that nobody takes."""
 SHARED_BASE = 1024
 """Shared addresses start here, as on hardware, so that a null address is no address."""
 
@@ -266,7 +268,8 @@ class _Body:
         for instruction in self.kernel.instructions:
             for operand in instruction.operands:
                 if isinstance(operand, Symbol) and not (
-                    operand.name in self.kernel.labels
+                    operand.name == SINK
+                    or operand.name in self.kernel.labels
                     or operand.name in self.kernel.shared
                 ):
                     raise PtxError(

@@ -380,8 +380,9 @@ class World:
     def _turn(self) -> bool:
         """Everything that can start starts, and runs as far as it gets."""
         moved = False
-        for crew in list(self._crews):
+        for crew in self._crews:
             self._admit(crew, np.ones(crew.clusters.size, bool))
+        for crew in list(self._crews):
             if crew.blocks.size:
                 crew.machine.start(crew.blocks)
                 crew.blocks = crew.blocks[:0]
@@ -455,6 +456,10 @@ class World:
         for crew in self._crews:
             moved |= self._start_some(crew, temper)
             machine = crew.machine
+            if machine.mbarriers.in_flight:
+                moved = True
+                if temper.lands():
+                    machine.land_stores(temper.rng)
             stale = machine.polled_version != self.memory.version
             if stale and temper.rng.random() < 0.3:
                 machine.wake_polls()
@@ -472,6 +477,8 @@ class World:
             self._held_back = set()
         if machine.in_flight and temper.lands():
             machine.land_shared(temper.threads(machine))
+        if machine.copies and temper.lands():
+            machine.read_copies(temper.threads(machine))
         return True
 
     def _start_some(self, crew: _Crew, temper: _Temper) -> bool:
@@ -528,7 +535,7 @@ class World:
             if here.any():
                 reason = "its predecessor" if not launch.may_start else "room"
                 yield f"{launch}: {int(here.sum())} clusters wait for {reason}"
-        for status, what in WAITS_FOR.items():
+        for status in WAITS_FOR:
             waiting = (machine.status == status) & machine.started[machine.block_of]
             spots = np.unique(
                 np.stack([machine.grid_of, machine.pc], axis=1)[waiting], axis=0
@@ -537,6 +544,7 @@ class World:
                 same = waiting & (machine.grid_of == grid) & (machine.pc == pc)
                 threads = np.flatnonzero(same)
                 yield (
-                    f"{threads.size} threads, the first of which {what}\n"
+                    f"{threads.size} threads, the first of which "
+                    f"{machine.waits_for(int(threads[0]))}\n"
                     f"{machine.place(int(threads[0]))}"
                 )

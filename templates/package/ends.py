@@ -9,7 +9,7 @@ from cutlass import Float32, cute
 
 from . import ptx
 from .constants import ENDS_CLUSTER, ENDS_STRIDE, ENDS_THREADS, ENDS_WARPS, FRAGMENTS
-from .steps import row_major, sum_row, sum_warp
+from .steps import row_major, sum_row, sum_warps
 
 
 def turns_of(first):
@@ -34,7 +34,7 @@ def sum_cluster(values, partials: cute.Tensor, sums: cute.Tensor):
     block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
     lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
     for index in cutlass.range_constexpr(len(values)):
-        total = sum_warp(values[index])
+        total = sum_warps([values[index]])[0]
         if lane == 0:
             partials[index, warp] = total
     cute.arch.sync_threads()

@@ -16,7 +16,7 @@ def load_constant_if(present, address, *, loc=None, ip=None):
         [operand.ir_value(loc=loc, ip=ip) for operand in operands],
         "{ .reg .pred present; setp.ne.u32 present, $5, 0; "
         "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
-        "@present ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4]; }",
+        "@present ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }",
         "=&r,=&r,=&r,=&r,l,r",
         has_side_effects=True,
         loc=loc,

@@ -5,13 +5,13 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 @dsl_user_op
 def reciprocal(x, *, loc=None, ip=None):
-    """1 / x, within 1 ulp."""
+    """1 / x of a normal number, within 1 ulp."""
     operands = [Float32(x)]
     return Float32(
         llvm.inline_asm(
             T.f32(),
             [operand.ir_value(loc=loc, ip=ip) for operand in operands],
-            "rcp.approx.f32 $0, $1;",
+            "rcp.approx.ftz.f32 $0, $1;",
             "=f,f",
             has_side_effects=False,
             loc=loc,

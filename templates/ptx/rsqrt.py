@@ -5,13 +5,13 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 @dsl_user_op
 def rsqrt(x, *, loc=None, ip=None):
-    """1 / sqrt(x), within 2 ulp."""
+    """1 / sqrt(x) of a normal number, within 2 ulp."""
     operands = [Float32(x)]
     return Float32(
         llvm.inline_asm(
             T.f32(),
             [operand.ir_value(loc=loc, ip=ip) for operand in operands],
-            "rsqrt.approx.f32 $0, $1;",
+            "rsqrt.approx.ftz.f32 $0, $1;",
             "=f,f",
             has_side_effects=False,
             loc=loc,

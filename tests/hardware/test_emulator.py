@@ -33,8 +33,8 @@ KERNELS = (
     "publish_unicast",
     "finalize_fp32_shared_unicast",
     "finalize_bf16_unicast",
-    "boundary",
-    "grouped_boundary_2",
+    "boundary_1",
+    "boundary_2",
     "mixes",
 )
 NAMES = ("residual", "post", "comb", "fn", "scale", "base", "norm_weight")
