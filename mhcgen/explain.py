@@ -319,8 +319,8 @@ def _target(target: TargetPlan, tokens: int | None) -> Section:
                 "register_limit",
                 target.register_limit,
                 f"= {REGISTERS_PER_MULTIPROCESSOR} registers / "
-                f"{target.launched_threads} threads, "
-                f"at most {MAX_REGISTERS_PER_THREAD}",
+                f"{target.launched_threads} threads, at most "
+                f"{MAX_REGISTERS_PER_THREAD}",
             ),
             Fact(
                 "boundary_registers",

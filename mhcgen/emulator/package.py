@@ -385,8 +385,8 @@ class EmulatedRanks:
 
     def publish_finalize(self, routed: Routed) -> None:
         """Publishes the sums of each rank's routed rows."""
-        tokens = routed.expert_weights.shape[0]
-        self._publish(self._finalize_name(routed), tokens, vars(routed))
+        name = self._finalize_name(routed)
+        self._publish(name, routed.expert_weights.shape[0], vars(routed))
 
     def _finalize_name(self, routed: Routed) -> str:
         dtype = "bf16" if routed.expert_weights.dtype == BF16 else "fp32"
@@ -411,34 +411,28 @@ class EmulatedRanks:
         launch = self.target.boundary_launch(streams.residual.shape[0])
         return self._boundary(launch, streams, weights, self._source())
 
-    def can_publish_itself(self, tokens: int) -> bool:
-        """Whether the boundary of ``tokens`` tokens can publish, as ``call`` does."""
-        return self.transport != LOCAL and self.target.token_group(tokens).launches == 1
+    def publishes(self, tokens: int, routed: bool = False) -> bool:
+        """Whether a boundary of ``tokens`` tokens can publish them itself.
 
-    def can_finalize_itself(self, tokens: int) -> bool:
-        """Whether the boundary of ``tokens`` tokens can close routed sums, too."""
-        return self.transport != LOCAL and self.target.token_group(tokens).finalizes
+        Args:
+            tokens: M.
+            routed: Whether they are sums that it would have to close.
+        """
+        row = self.target.token_group(tokens)
+        alone = self.transport == LOCAL
+        return not alone and (row.finalizes if routed else row.launches == 1)
 
-    def call(self, x: Tensor, streams: Streams, weights: Weights) -> Output:
-        """Takes each rank's partial rows through a boundary that publishes them."""
-        return self._call(self.transport, {"x": x}, streams, weights)
-
-    def call_routed(self, routed: Routed, streams: Streams, weights: Weights) -> Output:
-        """Takes routed rows through a boundary that sums and publishes them."""
-        return self._call(self._finalize_name(routed), vars(routed), streams, weights)
-
-    def _call(
-        self,
-        publishes: str,
-        rows: Mapping[str, Tensor | None],
-        streams: Streams,
-        weights: Weights,
-    ) -> Output:
+    def call(self, x: Tensor | Routed, streams: Streams, weights: Weights) -> Output:
+        """Takes rows, or sums of routed rows, through a boundary that publishes."""
         self.join()
         tokens = streams.residual.shape[0]
         self._arm(tokens)
+        if isinstance(x, Routed):
+            publishes, given = self._finalize_name(x), vars(x)
+        else:
+            publishes, given = self.transport, {"x": x}
         launch = self.target.boundary_launch(tokens, publishes)
-        source = {**self._source(), **rows, "mailboxes": self._mailboxes}
+        source = {**self._source(), **given, "mailboxes": self._mailboxes}
         return self._boundary(launch, streams, weights, source)
 
     def _boundary(
@@ -482,8 +476,8 @@ class EmulatedRanks:
         """Where a consumer finds what was published."""
         if self._rows is None:
             mailbox, state = self._mailbox, self._state
-            absent = dict.fromkeys(("x", *Routed.__dataclass_fields__, "mailboxes"))
-            return {**absent, "mailbox": mailbox, "state": state}
+            unused = dict.fromkeys(["x", "mailboxes", *Routed.__annotations__])
+            return {**unused, "mailbox": mailbox, "state": state}
         return {"x": self._rows}
 
     def _outputs(self, tokens: int, tail: bool = False) -> dict[str, Tensor | None]:

@@ -57,7 +57,7 @@ def run_calls(
         for returned in [*executor.consume(call), *executor.whole(call)]:
             outcome.errors.include(returned_errors(returned, result))
         if call.routed is not None:
-            plain = call.whole()
+            plain = call.plain()
             result = expected(subject, plain, plain.parts())
             for returned in executor.whole(plain):
                 outcome.errors.include(returned_errors(returned, result))

@@ -14,8 +14,6 @@ from mhcgen.verify.cases import Case
 from mhcgen.verify.subject import Subject
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-WHOLE_CALLS = 0.5
-"""The share of calls under stress whose boundary publishes."""
 
 
 class RoutedRows(NamedTuple):
@@ -37,7 +35,7 @@ class Call:
         routed: Each rank's arguments of finalize; None where x is published.
         pre: [M, HC] FP32, where the pre-mix is delayed.
         norm_weight: [H], where the norm has one.
-        launches: 1 where the boundary should publish x itself, if it can.
+        launches: 1 where the boundary should publish, if it can.
     """
 
     m: int
@@ -53,8 +51,12 @@ class Call:
         return self.inputs.residual, self.inputs.post, self.inputs.comb, self.pre
 
     def whole(self) -> Call:
-        """The same call of x, by a boundary that publishes."""
-        return replace(self, routed=None, launches=1)
+        """The same call by a boundary that publishes."""
+        return replace(self, launches=1)
+
+    def plain(self) -> Call:
+        """The same call of x."""
+        return replace(self, routed=None)
 
     def parts(self) -> list[Tensor]:
         """What each rank should publish, [M, H] a rank."""
@@ -74,37 +76,46 @@ def draw(subject: Subject, case: Case, index: int) -> Call:
     m = case.tokens[index]
     variants = reference.VARIANTS
     hard = variants[(index + case.seed * case.stress) % len(variants)]
-    inputs = reference.random_inputs(
-        m,
-        subject.hidden,
-        subject.hc,
-        subject.tp,
-        1000 * case.seed + index,
-        hard=hard,
-        fn_dtype=DTYPES[subject.fn_weight],
-        dtype=DTYPES[subject.activation],
-    )
-    plain = Call(
-        m,
-        inputs,
-        routed=None,
-        pre=inputs.pre if subject.pre_mix == "delayed" else None,
-        norm_weight=None if subject.norm_weight == "none" else inputs.norm_weight,
-    )
+    plain = plain_call(subject, m, 1000 * case.seed + index, hard)
     generator = torch.Generator().manual_seed(1000 * case.seed + index + 500)
-    if case.stress and torch.rand(1, generator=generator) < WHOLE_CALLS:
-        return plain.whole()
-    kinds = [
-        None,
-        *itertools.product(subject.weight_dtypes, subject.shared_expert),
-    ]
-    kind = kinds[(index + case.seed) % len(kinds)]
+    finalizes = itertools.product(subject.weight_dtypes, subject.shared_expert)
+    kinds: list[tuple[str, bool] | None] = [None, *finalizes]
+    turn = index + case.seed
+    if case.stress:
+        # Half of the calls take x, and two of three a boundary that publishes.
+        kinds += [None] * (len(kinds) - 2)
+        way, turn = torch.randint(0, 60, (2,), generator=generator).tolist()
+        plain = plain.whole() if way % 3 else plain
+    kind = kinds[turn % len(kinds)]
     if kind is None:
         return plain
     routed = [
         _routed(subject, m, *kind, generator, case.stress) for _ in range(subject.tp)
     ]
     return replace(plain, routed=tuple(routed))
+
+
+def plain_call(
+    subject: Subject, m: int, seed: int, hard: reference.Variant = "plain"
+) -> Call:
+    """A call of x, with random inputs of a package's types."""
+    inputs = reference.random_inputs(
+        m,
+        subject.hidden,
+        subject.hc,
+        subject.tp,
+        seed,
+        hard=hard,
+        fn_dtype=DTYPES[subject.fn_weight],
+        dtype=DTYPES[subject.activation],
+    )
+    return Call(
+        m,
+        inputs,
+        routed=None,
+        pre=inputs.pre if subject.pre_mix == "delayed" else None,
+        norm_weight=None if subject.norm_weight == "none" else inputs.norm_weight,
+    )
 
 
 def _routed(

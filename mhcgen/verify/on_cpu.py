@@ -9,7 +9,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -152,7 +151,7 @@ class Emulator:
     def publish(self, call: Call) -> Published:
         """Publishes on every rank."""
         ranks = self.ranks
-        launch_publish(ranks, call, ranks.tensor)
+        launch_publish(ranks, sent_by(ranks, call, ranks.tensor))
         ranks.run()
         rows = [
             as_torch(ranks.published(rank, call.m)) for rank in range(ranks.plan.tp)
@@ -168,17 +167,11 @@ class Emulator:
     def whole(self, call: Call) -> list[Returned]:
         """Makes a call by a boundary that publishes, where there is one."""
         ranks = self.ranks
-        streams = partial(streams_of, call, ranks.tensor)
-        weights = partial(weights_of, ranks, call)
-        if call.routed is not None:
-            if not ranks.can_finalize_itself(call.m):
-                return []
-            routed = routed_of(ranks, call, ranks.tensor)
-            return self._returned(ranks.call_routed(routed, streams(), weights()))
-        if not ranks.can_publish_itself(call.m):
+        if not ranks.publishes(call.m, call.routed is not None):
             return []
-        x = ranks.tensor("x", *map(as_numpy, call.inputs.parts))
-        return self._returned(ranks.call(x, streams(), weights()))
+        x = sent_by(ranks, call, ranks.tensor)
+        output = ranks.call(x, streams_of(call, ranks.tensor), weights_of(ranks, call))
+        return self._returned(output)
 
     def _returned(self, output: Output) -> list[Returned]:
         ranks = self.ranks
@@ -218,8 +211,8 @@ def weights_of(ranks: EmulatedRanks, call: Call) -> Weights:
     )
 
 
-def launch_publish(ranks: EmulatedRanks, call: Call, make: Upload) -> None:
-    """Launches the publish or the finalize of a call.
+def sent_by(ranks: EmulatedRanks, call: Call, make: Upload) -> Tensor | Routed:
+    """What the ranks send in a call: their rows, or the routed rows that they sum.
 
     Args:
         ranks: The ranks.
@@ -227,14 +220,7 @@ def launch_publish(ranks: EmulatedRanks, call: Call, make: Upload) -> None:
         make: Uploads what the kernel before makes; routing is older.
     """
     if call.routed is None:
-        ranks.publish(make("x", *map(as_numpy, call.inputs.parts)))
-        return
-    ranks.publish_finalize(routed_of(ranks, call, make))
-
-
-def routed_of(ranks: EmulatedRanks, call: Call, make: Upload) -> Routed:
-    """What finalize takes of a call; ``make`` uploads the experts' rows."""
-    assert call.routed is not None
+        return make("x", *map(as_numpy, call.inputs.parts))
     first = call.routed[0]
     makes = {name: ranks.tensor for name in first._fields} | {"gemm2_permuted": make}
     return Routed(
@@ -246,6 +232,14 @@ def routed_of(ranks: EmulatedRanks, call: Call, make: Upload) -> Routed:
             if getattr(first, name) is not None
         }
     )
+
+
+def launch_publish(ranks: EmulatedRanks, x: Tensor | Routed) -> None:
+    """Launches the publish or the finalize of what the ranks send."""
+    if isinstance(x, Routed):
+        ranks.publish_finalize(x)
+    else:
+        ranks.publish(x)
 
 
 def returned(output: Output, rank: int) -> Returned:
@@ -325,10 +319,10 @@ class _Flight:
         else:
             streams = streams_of(call, ranks.produced)
         weights = weights_of(ranks, call)
-        if call.launches == 1 and ranks.can_publish_itself(call.m):
-            x = ranks.produced("x", *map(as_numpy, call.inputs.parts))
+        x = sent_by(ranks, call, ranks.produced)
+        if call.launches == 1 and ranks.publishes(call.m, call.routed is not None):
             return cls(call, streams, ranks.call(x, streams, weights))
-        launch_publish(ranks, call, ranks.produced)
+        launch_publish(ranks, x)
         return cls(call, streams, ranks.consume(streams, weights))
 
     def expected(self, subject: Subject, rank: int) -> reference.BoundaryResult:

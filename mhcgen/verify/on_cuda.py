@@ -233,7 +233,7 @@ class GpuRanks:
         self.ranks = ranks
         self.together = together
         self.watchdog = watchdog
-        self.mixes: list[Tensor] = []
+        self.mixes: list[Tensor | None] = []
         for rank in ranks:
             poison(rank, self.mixes)
         self.generation = generation_of(ranks[0])
@@ -313,7 +313,7 @@ class GpuRanks:
                 layer_input=output.layer_input.cpu(),
                 post=output.post.cpu(),
                 comb=output.comb.cpu(),
-                mix=mix.cpu(),
+                mix=None if mix is None else mix.cpu(),
                 pre=on_host(output, "pre"),
                 stream_mean=on_host(output, "stream_mean"),
             )
@@ -333,7 +333,7 @@ class GpuRanks:
             self.together.step(name, attempt)
 
 
-def poison(rank: FusedBoundary, mixes: list[Tensor]) -> None:
+def poison(rank: FusedBoundary, mixes: list[Tensor | None]) -> None:
     """Fills all outputs of a rank with NaN from now on, and keeps its mixes."""
     launcher = rank._launcher
     outputs, mix = launcher.outputs, launcher.mix
@@ -346,8 +346,7 @@ def poison(rank: FusedBoundary, mixes: list[Tensor]) -> None:
 
     def poisoned_mix(m: int) -> Tensor | None:
         made = mix(m)
-        if made is not None:
-            mixes.append(made.fill_(torch.nan))
+        mixes.append(None if made is None else made.fill_(torch.nan))
         return made
 
     vars(launcher).update(outputs=poisoned_outputs, mix=poisoned_mix)

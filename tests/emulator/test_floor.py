@@ -21,7 +21,7 @@ from mhcgen.plan import Plan
 from mhcgen.render import render
 from mhcgen.runtime.compiler import compile_kernel
 from mhcgen.runtime.loader import import_package
-from mhcgen.verify import as_numpy, as_torch
+from mhcgen.verify.on_cpu import as_numpy, as_torch
 
 ARCH = "sm_90a"
 

@@ -33,6 +33,7 @@ FINALIZES = tuple(
     for dtype in ("fp32", "bf16")
     for shared in ("", "_shared")
 )
+FINALIZING = tuple(f"boundary_1_{name}" for name in FINALIZES)
 CONSUMES = ("boundary_1",)
 PUBLISHES = ("boundary_1_unicast",)
 BOUNDARIES = (*CONSUMES, *PUBLISHES)
@@ -42,20 +43,28 @@ SENDS = ("publish_unicast", *PUBLISHES)
 
 @dataclass(frozen=True)
 class Mutant:
-    """One planted bug: in ``file``, ``old`` becomes ``new``, in some kernels."""
+    """One planted bug: in ``file``, ``old`` becomes ``new``, in some kernels.
+
+    What is ``moved`` away is gone from its place.
+    """
 
     name: str
     kernels: tuple[str, ...]
     file: str
     old: str
     new: str
+    moved: tuple[str, ...] = ()
 
 
 def boundary(
-    name: str, old: str, new: str, kernels: tuple[str, ...] = PUBLISHES
+    name: str,
+    old: str,
+    new: str,
+    kernels: tuple[str, ...] = PUBLISHES,
+    moved: tuple[str, ...] = (),
 ) -> Mutant:
     """A bug of the boundary."""
-    return Mutant(name, kernels, "boundary.py", old, new)
+    return Mutant(name, kernels, "boundary.py", old, new, moved)
 
 
 def step(name: str, old: str, new: str, kernels: tuple[str, ...] = PUBLISHES) -> Mutant:
@@ -73,10 +82,17 @@ FIRST_WAIT = (
     "            cute.arch.griddepcontrol_wait()\n"
 )
 LAST = "last = cute.arch.grid_dim()[1] * self.cluster_size - 1"
-COUNT = (
-    "        if thread == 0:\n"
-    "            arrival = ptx.count_arrival(state.iterator.toint() + 4, last)\n"
-)
+COUNTS = f"""\
+        arrival = Uint32(0)
+        {LAST}
+        if thread == 0:
+            arrival = ptx.count_arrival(state.iterator.toint() + 4, last)
+"""
+LAST_WAIT = """\
+        if cutlass.const_expr(self.publishes is None):
+            # The publish before this kernel has read the generation, too.
+            cute.arch.griddepcontrol_wait()
+"""
 COPIES = """\
         for index, share in items:
             ptx.copy_async(
@@ -206,21 +222,23 @@ PROTOCOL = [
     boundary(
         "a block is counted before all of its warps have read the generation",
         READY,
-        f"        arrival = Uint32(0)\n        {LAST}\n{COUNT}{READY}",
+        COUNTS + READY,
         BOUNDARIES,
+        moved=(COUNTS,),
     ),
     boundary(
         "a boundary that consumes advances the generation as soon as all have read it",
-        COUNT,
-        COUNT + ADVANCES + f"            state[0] = {ADVANCE}\n",
+        READY,
+        READY + COUNTS + ADVANCES + f"            state[0] = {ADVANCE}\n",
         CONSUMES,
+        moved=(COUNTS,),
     ),
     boundary(
-        "a boundary that consumes ends before its publish",
-        "            # The publish before this kernel has read the generation, too.\n"
-        "            cute.arch.griddepcontrol_wait()\n",
-        "            pass\n",
+        "a boundary that consumes counts early and ends before its publish",
+        READY,
+        READY + COUNTS,
         CONSUMES,
+        moved=(COUNTS, LAST_WAIT),
     ),
     Mutant("publish does not wait", SENDS[:1], "publish.py", WAIT, ""),
     Mutant(
@@ -300,13 +318,14 @@ MAPS = [
     ),
     boundary(
         "comb is read transposed",
-        "weights[own_weight + HC + source * HC]",
-        "weights[index * WEIGHTS + HC + stream * HC + source]",
+        "[weights[index * WEIGHTS + stream + row * HC] for row in range(HC + 1)]",
+        "[weights[index * WEIGHTS + stream]]\n"
+        "+ [weights[index * WEIGHTS + (stream + 1) * HC + row] for row in range(HC)]",
     ),
     boundary(
         "all tokens of a group are weighed like the first",
-        "own_weight = index * WEIGHTS + stream",
-        "own_weight = stream",
+        "[weights[index * WEIGHTS + stream + row * HC]",
+        "[weights[stream + row * HC]",
         GROUPS[1:],
     ),
     boundary(
@@ -314,11 +333,12 @@ MAPS = [
         "cutlass.min(place, self.group * WEIGHTS - 1)",
         "place",
     ),
-    step(
+    Mutant(
         "chunks of a stream are swapped",
+        PUBLISHES,
         "projection_tensor_cores.py",
-        "part * CHUNK_BYTES)\n            )",
-        "(1 - part) * CHUNK_BYTES)\n            )",
+        "stream * ROW_BYTES + part * CHUNK_BYTES",
+        "stream * ROW_BYTES + (1 - part) * CHUNK_BYTES",
     ),
     boundary(
         "mixes go to the first token of the group",
@@ -401,7 +421,11 @@ NUMERICS = [
     step("no rms_eps", "Float32(RMS_EPS)", "Float32(0.0)"),
     step("no norm_eps", "Float32(NORM_EPS)", "Float32(0.0)"),
     step("no hc_eps in the pre-mix", " + Float32(HC_EPS)", ""),
-    boundary("mixes are not normalized", "dot * row_rstd(squares)", "dot"),
+    boundary(
+        "mixes are not normalized",
+        "number] = dot * row_rstd(squares)",
+        "number] = dot",
+    ),
     Mutant(
         "no hc_eps in the softmax",
         ("mixes",),
@@ -446,7 +470,7 @@ NUMERICS = [
     ),
     Mutant(
         "absent experts are multiplied",
-        FINALIZES,
+        FINALIZING,
         "finalize.py",
         "cutlass.select_(here, Float32(expert_weights[token, k]), Float32(0.0))",
         "Float32(expert_weights[token, k])",
@@ -460,10 +484,10 @@ NUMERICS = [
     ),
     Mutant(
         "the shared expert is left out",
-        FINALIZES,
+        FINALIZING,
         "finalize.py",
-        "if cutlass.const_expr(self.shared_expert):",
-        "if cutlass.const_expr(False):",
+        "if shared_output is not None:",
+        "if False:",
     ),
 ]
 BARRIERS = [
@@ -508,8 +532,8 @@ BARRIERS = [
     ),
     boundary(
         "a lane overwrites streams that its neighbours have yet to read",
-        "                cute.arch.sync_warp()\n                ptx.store_shared",
-        "                ptx.store_shared",
+        "            cute.arch.sync_warp()\n            for new, (index, share)",
+        "            for new, (index, share)",
     ),
     boundary(
         "a warp projects streams before all of its lanes have stored them",
@@ -522,6 +546,12 @@ BARRIERS = [
         "        self.send_sums",
     ),
     boundary("sums are not waited for", "        wait_for_sums(call.arrived)\n", ""),
+    boundary(
+        "warps do not meet before they share pre-mixes",
+        "        self.sync()\n        return [pres",
+        "        return [pres",
+        GROUPS[1:],
+    ),
     boundary(
         "warps do not meet before their squares are sent",
         "        self.sync()\n        self.send_squares",
@@ -641,8 +671,10 @@ def mutated(mutant: Mutant, plan: Plan) -> Files:
     files = render(plan)
     path = PurePosixPath(mutant.file)
     text = files[path]
-    assert mutant.old in text, f"{mutant.name}: the kernels changed, so change it, too"
-    return {**files, path: text.replace(mutant.old, mutant.new)}
+    for old, new in [*((old, "") for old in mutant.moved), (mutant.old, mutant.new)]:
+        assert text.count(old) == 1, f"{mutant.name}: the kernels changed: change it"
+        text = text.replace(old, new)
+    return {**files, path: text}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from mhcgen.compilation import compile_kernels, jobs_of
 from mhcgen.emulator.errors import EmulatorError
 from mhcgen.emulator.package import EmulatedPackage, load_package
 from mhcgen.render import render
-from mhcgen.verify import Case, run
+from mhcgen.verify.cases import Case
+from mhcgen.verify.on_cpu import run
 from tests.emulator.conftest import Load
 from tests.emulator.test_variants import run_ends, run_passes
 from tests.variants import VARIANTS
