@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -34,6 +35,9 @@ from mhcgen.errors import MhcgenError, PlanError
 
 if TYPE_CHECKING:
     from mhcgen.plan import Plan
+
+if TYPE_CHECKING:
+    from mhcgen.matrix_report import Report
 
 app = typer.Typer(
     add_completion=False,
@@ -381,18 +385,142 @@ def numbers(text: str) -> list[int]:
 
 
 @app.command()
+def init(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.json")],
+    tp: Annotated[int, typer.Option(metavar="N", help="Tensor-parallel ranks.")],
+    name: Annotated[
+        str | None, typer.Option(help="The spec's name; the model type's by default.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The spec; by default NAME.yaml."),
+    ] = None,
+    pre_mix: Annotated[
+        str | None, typer.Option(metavar="P", help="fresh (the default) or delayed.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the spec if it is there.")
+    ] = False,
+) -> None:
+    """Write a spec from the config.json of a Hugging Face model."""
+    from mhcgen.hf_config import read_config
+    from mhcgen.text_file import write_whole
+
+    made = read_config(config, tp, name, pre_mix)
+    path = out or Path(f"{made.spec.name}.yaml")
+    write_whole(path, made.text, overwrite=force)
+    show_table(
+        f"{made.spec.name}: from {config}",
+        ("field", "value", "from"),
+        [(".".join(v.loc), str(v.value), v.origin) for v in made.values],
+    )
+    for note in made.notes:
+        print(f"note: {note}")
+    print(f"{made.spec.name}: written to {path}")
+
+
+@app.command("matrix")
+def matrix_(
+    source: Annotated[Path, typer.Argument(metavar="MATRIX")],
+    sample: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Check N specs that show every value."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="What a sample is drawn by.")] = 0,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Check only this spec; repeatable."),
+    ] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile every kernel.")
+    ] = False,
+    device: Annotated[
+        str | None,
+        typer.Option("--verify", metavar="DEVICE", help="Verify on cpu or cuda."),
+    ] = None,
+    tokens: Annotated[
+        str, typer.Option(metavar="M,M,...", help="Sizes of the calls to verify.")
+    ] = "",
+    calls: Annotated[
+        int | None, typer.Option(min=1, help="Calls of each size to verify.")
+    ] = None,
+    arch: Archs = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Specs at a time; one a core by default.")
+    ] = None,
+    report_: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="FILE", help="Write a report: .md or .html."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep the packages here.")
+    ] = None,
+) -> None:
+    """Make every spec of a matrix, and check all of them or a sample."""
+    from mhcgen import matrix, matrix_report, matrix_run
+    from mhcgen.spec import ARCHS
+    from mhcgen.text_file import write_whole
+
+    for option, given, known in (
+        ("--verify", [device] if device else [], ("cpu", "cuda")),
+        ("--arch", arch or [], ARCHS),
+    ):
+        for value in given:
+            if value not in known:
+                raise MhcgenError(f"{option} {value}: choose one of {', '.join(known)}")
+    if report_ is not None:
+        matrix_report.check_format(report_)
+    checks = matrix_run.Checks(
+        source, tuple(arch or ()), compiled, device, tokens, calls, out
+    )
+    expansion = matrix.expand(matrix.load_matrix(source), only or ())
+    picked = expansion.legal
+    if sample is not None:
+        picked = matrix.sample(picked, sample, seed)
+    with progress("checking", len(picked)) as advance:
+        results = matrix_run.check(picked, checks, jobs or matrix_run.cores(), advance)
+    report = matrix_report.Report(expansion, checks, results)
+    show_matrix(report)
+    if report_ is not None:
+        write_whole(report_, report.text(report_))
+    if report.failures:
+        raise typer.Exit(1)
+
+
+def show_matrix(report: Report) -> None:
+    """Prints what became of a matrix."""
+    show_table("Blocks", report.block_headers, report.blocks)
+    if report.reasons:
+        show_table("Refused by the plan", report.reason_headers, report.reasons)
+    for result in report.failures:
+        print(f"\nFAILED: {result.candidate.name}: {result.stage}")
+        print(textwrap.indent(result.reason, "  "))
+        print(f"  again: {report.checks.command(result.candidate.name)}")
+    print(report.summary)
+
+
+@app.command()
 def schema(
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write it here instead.")
     ] = None,
+    matrix: Annotated[
+        bool, typer.Option("--matrix", help="The schema of matrices instead.")
+    ] = False,
 ) -> None:
     """Print the JSON Schema of specs, for editors."""
-    from mhcgen.spec import schema_text
+    if matrix:
+        from mhcgen.matrix import matrix_schema_text
 
+        text = matrix_schema_text()
+    else:
+        from mhcgen.spec import schema_text
+
+        text = schema_text()
     if output is None:
-        print(schema_text(), end="")
+        print(text, end="")
         return
-    write_text(output, schema_text())
+    write_text(output, text)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from mhcgen.architecture import (
     MAX_REGISTERS_PER_THREAD,
+    PORTABLE_CLUSTER,
     REGISTERS_PER_MULTIPROCESSOR,
     WARP,
 )
@@ -18,16 +19,29 @@ from mhcgen.plan import (
     PUBLISH_THREADS,
     Plan,
     TargetPlan,
+    TokenGroup,
     boundary_registers,
+    clusters_at_once,
+    launches_fault,
     projection_registers,
 )
 from mhcgen.render import kernel_rows
 
 _FN_HOME = {
-    "registers": "a thread's part of fn fits beside two tokens",
+    "registers": "a thread's part of fn fits its registers",
     "shared": "a thread's part of fn fits its registers no more; the block's part fits "
     "shared memory beside some tokens",
     "global": "a block's part of fn fits nowhere: the projection reads it from L2",
+}
+
+_MIXES = {
+    "tail": "mixes: a warp of each boundary computes them",
+    "side_stream": "mixes: a launch of their own computes them, on a side stream",
+}
+
+_LAUNCHES = {
+    1: "all clusters run at once: the boundary publishes itself",
+    2: "from the spec: a launch before it publishes",
 }
 
 Value = int | bool | str | tuple[int, ...]
@@ -179,6 +193,7 @@ def _shape(plan: Plan) -> Section:
             ),
             Fact("trips", plan.trips, "shares that a warp takes one after another"),
             Fact("fn_home", plan.fn_home, _FN_HOME[plan.fn_home]),
+            Fact("mixes_placement", plan.spec.mixes, _MIXES[plan.spec.mixes]),
             Fact(
                 "publish_threads",
                 plan.publish_threads,
@@ -260,6 +275,7 @@ def _mailbox(plan: Plan) -> Section:
 
 def _target(target: TargetPlan, tokens: int | None) -> Section:
     plan = target.plan
+    distinct_groups = {row.group: row for row in target.token_groups}.values()
     tables = [
         Table("kernels", [asdict(row) for row in kernel_rows(target)]),
         Table("dispatch", _dispatch(target)),
@@ -279,6 +295,13 @@ def _target(target: TargetPlan, tokens: int | None) -> Section:
                 f"trip{'s' * (plan.trips > 1)}, rounded up",
             ),
             Fact("threads", target.threads, f"= {target.warps} warps x {WARP}"),
+            Fact(
+                "launched_threads",
+                target.launched_threads,
+                f"= {target.threads} + {WARP} of the mixes"
+                if plan.tail
+                else "the same: the mixes have a launch of their own",
+            ),
             Fact(
                 "fragments_per_block",
                 target.fragments_per_block,
@@ -310,17 +333,28 @@ def _target(target: TargetPlan, tokens: int | None) -> Section:
                 f"estimated, for the projection of {target.groups[-1]} tokens",
             ),
             Fact(
+                "clusters_at_once",
+                clusters_at_once(target.architecture, target.cluster_size),
+                f"= {target.architecture.cluster_8_capacity} clusters that are portable "
+                f"x {PORTABLE_CLUSTER} blocks / {target.cluster_size}, rounded down",
+            ),
+            Fact("token_groups", target.groups, target.groups_reason),
+            *(
+                Fact(f"at_once_group_{row.group}", row.at_once, _at_once(target, row))
+                for row in distinct_groups
+            ),
+            Fact(
                 "shared_limit",
                 target.architecture.shared_bytes,
                 "bytes that a block may use",
             ),
             *(
                 Fact(
-                    f"shared_bytes_group_{group}",
-                    target.shared_bytes(group),
-                    _shared(target, group),
+                    f"shared_bytes_group_{row.group}",
+                    row.shared_bytes,
+                    _shared(target, row),
                 )
-                for group in target.groups
+                for row in distinct_groups
             ),
         ],
         tables,
@@ -332,11 +366,29 @@ def _registers(plan: Plan) -> str:
     return f"for {fn}{plan.lane_map.polls} arrived fragments of one token"
 
 
-def _shared(target: TargetPlan, group: int) -> str:
+def _at_once(target: TargetPlan, row: TokenGroup) -> str:
+    plan = target.plan
+    fragments = row.group * plan.trips
+    turns = -(-fragments // row.at_once)
+    return (
+        f"= {fragments} fragment{'s' * (fragments > 1)} of a thread / {turns} "
+        f"turn{'s' * (turns > 1)}, rounded up: takes about "
+        f"{boundary_registers(plan, row.at_once)} registers"
+    )
+
+
+def _shared(target: TargetPlan, row: TokenGroup) -> str:
     fn = f"{target.fn_bytes} of fn + " if target.fn_bytes else ""
-    each, rest = divmod(target.shared_bytes(group) - target.fn_bytes, group)
+    each, rest = divmod(row.shared_bytes - target.fn_bytes, row.group)
     padding = f" + {rest} of alignment" if rest else ""
-    return f"= {fn}{group} token{'s' * (group > 1)} x {each} bytes{padding}"
+    return f"= {fn}{row.group} token{'s' * (row.group > 1)} x {each} bytes{padding}"
+
+
+def _boundaries(plan: Plan, row: TokenGroup) -> list[str]:
+    """The boundary kernels of a dispatch row, one a transport if it publishes."""
+    if row.launches == 1:
+        return [plan.boundary_name(row.group, name) for name in plan.transports]
+    return [plan.boundary_name(row.group)]
 
 
 def _dispatch(target: TargetPlan) -> list[dict[str, Any]]:
@@ -346,12 +398,13 @@ def _dispatch(target: TargetPlan) -> list[dict[str, Any]]:
         rows.append(
             {
                 "tokens": f"{first} to {row.max_tokens}",
-                "kernel": target.plan.boundary_name(row.group),
+                "kernels": ", ".join(_boundaries(target.plan, row)),
                 "token_group": row.group,
-                "launches": row.launches,
                 "clusters": f"{-(-first // row.group)} to "
                 f"{-(-row.max_tokens // row.group)}",
-                "reason": target.groups_reason,
+                "launches": row.launches,
+                "reason": launches_fault(target, row.max_tokens, row.group)
+                or _LAUNCHES[row.launches],
             }
         )
         first = row.max_tokens + 1

@@ -35,6 +35,7 @@ LOCAL = "local"  # the transport of one rank alone
 PUBLISH_THREADS = 128
 MAX_FN_AHEAD = 6  # octets of fn in flight while the projection reads it from L2
 MBARRIER_BYTES = 8
+ROUTING_REGISTERS = 250  # that two tokens of a boundary take to close routed sums
 FEW_TOKENS = 2  # whose pre-mix each lane of a boundary computes for itself
 MOST_AT_ONCE = 5  # fragments whose arrival a thread awaits together
 FEWEST_TOKENS = 4  # tokens a cluster that fn must leave room for in shared memory
@@ -87,14 +88,18 @@ class TokenGroup:
         max_tokens: The largest M that this row serves.
         group: Tokens that one cluster takes together.
         at_once: Fragments that a thread takes at once, of all those of its tokens.
+        shared_bytes: Shared memory of a block.
         launches: 1 where the boundary publishes itself, 2 where a launch before it
             does, or where there is nothing to publish.
+        finalizes: Whether a boundary that publishes itself closes routed sums, too.
     """
 
     max_tokens: int
     group: int
     at_once: int
+    shared_bytes: int
     launches: int
+    finalizes: bool
 
 
 @dataclass(frozen=True)
@@ -265,6 +270,20 @@ class TargetPlan:
         return tuple(sorted({row.group for row in self.token_groups}))
 
     @property
+    def finalizing_groups(self) -> tuple[int, ...]:
+        """The distinct token groups of boundaries that close routed sums, rising."""
+        return tuple(sorted({row.group for row in self.token_groups if row.finalizes}))
+
+    @property
+    def finalizing_group(self) -> int:
+        """The largest token group whose boundary closes routed sums.
+
+        Each token takes registers for the rows of its experts, and the kernels of each
+        group take a while to compile.
+        """
+        return 2 if self.register_limit >= ROUTING_REGISTERS else 1
+
+    @property
     def publishing_groups(self) -> tuple[int, ...]:
         """The distinct token groups of boundaries that publish themselves, rising."""
         rows = self.token_groups if self.plan.tp > 1 else ()
@@ -421,11 +440,6 @@ class Plan:
         return ", ".join(sorted(names))
 
     @property
-    def first_reduction(self) -> str:
-        """What the reduction of the mixes is called where a second one follows."""
-        return "The reduction" if self.delayed else "First reduction"
-
-    @property
     def projection_means(self) -> str:
         """How the projection sums over a warp, in comments."""
         return "by shuffles" if self.projection == "fma" else "on tensor cores"
@@ -562,6 +576,11 @@ class Plan:
         return tuple(self.spec.parallel.transports)
 
     @property
+    def finalizes_inside(self) -> bool:
+        """Whether boundaries that publish themselves also close routed sums."""
+        return self.spec.moe is not None and self.tp > 1
+
+    @property
     def shared_expert(self) -> tuple[bool, ...]:
         """Whether finalize kernels are built without and with a shared expert."""
         if self.spec.moe is None:
@@ -591,10 +610,6 @@ class Plan:
     def boundary_name(self, group: int, publishes: str | None = None) -> str:
         """The name of the boundary kernel that takes ``group`` tokens a cluster."""
         return f"boundary_{group}_{publishes}" if publishes else f"boundary_{group}"
-
-    def destinations(self, transport: str) -> int:
-        """Addresses that a transport stores each fragment to."""
-        return 1 if transport == "multicast" else self.tp
 
     @property
     def token_weights(self) -> int:
@@ -953,9 +968,10 @@ def projection_registers(plan: Plan, group: int) -> int:
     octets = -(-group // OCTET)
     totals = octets * plan.tiles * FRAGMENT_WORDS
     addresses = octets
-    return (
-        homes[plan.fn_home] * FRAGMENT_WORDS + totals + addresses + PROJECTION_REGISTERS
-    )
+    # With a carried pre-mix the tokens are collapsed before; measured on DSL 4.8.1.
+    collapsed = group * plan.trips * plan.lane_words + 4 if plan.delayed else 0
+    held = homes[plan.fn_home] * FRAGMENT_WORDS + collapsed
+    return held + totals + addresses + PROJECTION_REGISTERS
 
 
 def group_fault(target: TargetPlan, group: int) -> str | None:
@@ -1050,7 +1066,11 @@ def plan_group(
     if launches is None:
         launches = 1 if launches_fault(target, max_tokens, group) is None else 2
     at_once = fragments_at_once(plan, group, target.register_limit)
-    return TokenGroup(max_tokens, group, at_once, launches)
+    shared_bytes = target.shared_bytes(group)
+    finalizes = (
+        plan.finalizes_inside and launches == 1 and group <= target.finalizing_group
+    )
+    return TokenGroup(max_tokens, group, at_once, shared_bytes, launches, finalizes)
 
 
 def launches_fault(target: TargetPlan, max_tokens: int, group: int) -> str | None:

@@ -156,18 +156,17 @@ def _yaml_lines(mapping: Mapping[str, Any]) -> Iterable[str]:
             yield from (f"  {line}" for line in _yaml_lines(value))
         elif isinstance(value, list) and isinstance(value[0], dict):
             yield f"{key}:"
-            yield from (f"  - {_yaml_inline(item)}" for item in value)
+            yield from (f"  - {yaml_inline(item)}" for item in value)
         else:
-            yield f"{key}: {_yaml_inline(value)}"
+            yield f"{key}: {yaml_inline(value)}"
 
 
-def _yaml_inline(value: object) -> str:
+def yaml_inline(value: object) -> str:
+    """A value as YAML text on one line."""
     if isinstance(value, dict):
-        return (
-            "{" + ", ".join(f"{k}: {_yaml_inline(v)}" for k, v in value.items()) + "}"
-        )
+        return "{" + ", ".join(f"{k}: {yaml_inline(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_yaml_inline, value)) + "]"
+        return "[" + ", ".join(map(yaml_inline, value)) + "]"
     text = str(value)
     if isinstance(value, float) and "e" in text and "." not in text:
         return text.replace("e", ".0e")  # YAML 1.1 reads 1e-05 as a string
@@ -192,6 +191,13 @@ def kernel_rows(target: TargetPlan) -> tuple[KernelRow, ...]:
         (plan.boundary_name(group, transport), group)
         for group in target.publishing_groups
         for transport in plan.transports
+    ]
+    boundaries += [
+        (f"boundary_{group}_finalize_{dtype}{'_shared' * shared}_{transport}", group)
+        for group in target.finalizing_groups
+        for transport in plan.transports
+        for dtype in (moe.weight_dtypes if moe else ())
+        for shared in plan.shared_expert
     ]
     rows += [
         KernelRow(name, size, threads, target.shared_bytes(group), group)

@@ -1,4 +1,4 @@
-"""What is wrong with a spec, in words: the validator's errors as problems.
+"""What is wrong with a file, in words: the validator's errors as problems.
 
 What is legal at a place is read from the JSON Schema, so no range is repeated here.
 """
@@ -42,13 +42,19 @@ _MESSAGES = {
 
 
 def problems_of(
-    error: ValidationError, document: Document
+    error: ValidationError, document: Document, schema: Schema | None = None
 ) -> list[tuple[Position, Problem]]:
     """All that is wrong with a document, each with its position.
 
     Values that could not be read, and keys that do not exist, have one problem each:
     what else the validator says about them is left out.
+
+    Args:
+        error: What the validator says.
+        document: The document.
+        schema: The JSON Schema of what it should be; that of a spec if None.
     """
+    words = _Words(schema or _spec_schema())
     placed = list(document.problems)
     settled = set(document.unread)
     for details in error.errors(include_url=False):
@@ -61,79 +67,101 @@ def problems_of(
         if details["type"] == "extra_forbidden":
             settled.add(loc)
             position = document.root.locate_key(loc)
-            placed.append((position, _unknown_key(loc, document.root)))
+            placed.append((position, words.unknown_key(loc, document.root)))
         else:
             placed += [
                 (document.root.locate(problem.loc), problem)
-                for problem in _bad_value(details, document.root)
+                for problem in words.bad_value(details, document.root)
             ]
     return placed
 
 
-def _unknown_key(loc: Loc, root: Node) -> Problem:
-    keys = list(_schema_at(loc[:-1])["properties"])
-    key = str(loc[-1])
-    close = difflib.get_close_matches(key.lower(), keys, 1)
-    return Problem(
-        loc,
-        "an unknown key",
-        given=shortened(key, 40) or '""',
-        allowed=_choice(keys),
-        hint=f"did you mean {close[0]}?" if close else None,
-    )
+@functools.cache
+def _spec_schema() -> Schema:
+    return json_schema()
 
 
-def _bad_value(details: ErrorDetails, root: Node) -> Iterable[Problem]:
-    loc = details["loc"]
-    if details["type"] == REFUSED:
-        for problem in details["ctx"]["problems"]:
-            where = (*loc, *problem.loc)
-            yield replace(problem, loc=where, given=_given(where, root))
-        return
-    schema = _schema_at(loc)
-    node, present = root.nearest(loc)
-    if details["type"] == "too_short" and node.value:
-        return  # entries that are wrong themselves do not count for the validator
-    message = _MESSAGES.get(details["type"], details["msg"])
-    if details["type"] == "multiple_of":
-        message = f"not a multiple of {schema['multipleOf']}"
-    hint: str | None
-    if not present:
-        hint = "add it"
-    elif node.value is None:
-        message = "without a value"
-        hint = "remove the key for its default" if "default" in schema else None
-    else:
-        hint = _nearest(node, schema)
-    yield Problem(loc, message, _given(loc, root), _allowed(schema), hint)
+class _Words:
+    """What is wrong, and what is legal, by one JSON Schema."""
+
+    def __init__(self, schema: Schema) -> None:
+        self._schema = schema
+
+    def unknown_key(self, loc: Loc, root: Node) -> Problem:
+        keys = list(self._at(loc[:-1])["properties"])
+        key = str(loc[-1])
+        close = difflib.get_close_matches(key.lower(), keys, 1)
+        return Problem(
+            loc,
+            "an unknown key",
+            given=shortened(key, 40) or '""',
+            allowed=_choice(keys),
+            hint=f"did you mean {close[0]}?" if close else None,
+        )
+
+    def bad_value(self, details: ErrorDetails, root: Node) -> Iterable[Problem]:
+        loc = details["loc"]
+        if details["type"] == REFUSED:
+            for problem in details["ctx"]["problems"]:
+                where = (*loc, *problem.loc)
+                yield replace(problem, loc=where, given=_given(where, root))
+            return
+        schema = self._at(loc)
+        node, present = root.nearest(loc)
+        if details["type"] == "too_short" and node.value:
+            return  # entries that are wrong themselves do not count for the validator
+        message = _MESSAGES.get(details["type"], details["msg"])
+        if details["type"] == "multiple_of":
+            message = f"not a multiple of {schema['multipleOf']}"
+        hint: str | None
+        if not present:
+            hint = "add it"
+        elif node.value is None:
+            message = "without a value"
+            hint = "remove the key for its default" if "default" in schema else None
+        else:
+            hint = _nearest(node, schema)
+        yield Problem(loc, message, _given(loc, root), self._allowed(schema), hint)
+
+    def _at(self, loc: Loc) -> Schema:
+        """The schema of a value, less the null that stands for its absence."""
+        schema = self._schema
+        for part in loc:
+            schema = (
+                schema["items"] if isinstance(part, int) else schema["properties"][part]
+            )
+            schema = self._followed(schema)
+        return schema
+
+    def _followed(self, schema: Schema) -> Schema:
+        schema = schema.get("anyOf", [schema])[0]
+        if "$ref" in schema:
+            schema = self._schema["$defs"][schema["$ref"].rpartition("/")[2]]
+        return schema
+
+    def _allowed(self, schema: Schema) -> str:
+        """What is legal by a schema, in words."""
+        if options := _choices(schema):
+            return _choice(options)
+        match schema["type"]:
+            case "integer" | "number":
+                return _range(schema)
+            case "boolean":
+                return "true or false"
+            case "string":
+                return f"text like {schema['pattern']}"
+            case "array":
+                items = self._followed(schema["items"])
+                if _choices(items):
+                    return f"a list of {self._allowed(items)}, each once"
+                return f"a list, each entry {self._allowed(items)}"
+            case _:
+                return f"a mapping with keys of {', '.join(schema['properties'])}"
 
 
 def _given(loc: Loc, root: Node) -> str | None:
     node, present = root.nearest(loc)
     return shortened(node.written) if present else None
-
-
-@functools.cache
-def _schema() -> Schema:
-    return json_schema()
-
-
-def _schema_at(loc: Loc) -> Schema:
-    """The schema of a value, less the null that stands for its absence."""
-    schema = _schema()
-    for part in loc:
-        schema = (
-            schema["items"] if isinstance(part, int) else schema["properties"][part]
-        )
-        schema = _followed(schema)
-    return schema
-
-
-def _followed(schema: Schema) -> Schema:
-    schema = schema.get("anyOf", [schema])[0]
-    if "$ref" in schema:
-        schema = _schema()["$defs"][schema["$ref"].rpartition("/")[2]]
-    return schema
 
 
 def _choice(options: Iterable[object]) -> str:
@@ -143,26 +171,6 @@ def _choice(options: Iterable[object]) -> str:
 
 def _choices(schema: Schema) -> list[Any]:
     return list(schema.get("enum", [schema["const"]] if "const" in schema else []))
-
-
-def _allowed(schema: Schema) -> str:
-    """What is legal by a schema, in words."""
-    if options := _choices(schema):
-        return _choice(options)
-    match schema["type"]:
-        case "integer" | "number":
-            return _range(schema)
-        case "boolean":
-            return "true or false"
-        case "string":
-            return f"text like {schema['pattern']}"
-        case "array":
-            items = _followed(schema["items"])
-            if _choices(items):
-                return f"a list of {_allowed(items)}, each once"
-            return f"a list, each entry {_allowed(items)}"
-        case _:
-            return f"a mapping with keys of {', '.join(schema['properties'])}"
 
 
 def _range(schema: Schema) -> str:

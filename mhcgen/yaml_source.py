@@ -121,8 +121,13 @@ class Document:
     unread: set[Loc]
 
 
-def read_text(path: Path) -> str:
-    """The text of a spec file.
+def read_text(path: Path, kind: str = "spec", pattern: str = "*.yaml") -> str:
+    """The text of a file.
+
+    Args:
+        path: The file.
+        kind: What it should hold, for messages.
+        pattern: The names that such files have.
 
     Raises:
         SpecError: It is no regular file, too large, or no UTF-8 text.
@@ -130,18 +135,20 @@ def read_text(path: Path) -> str:
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
-            raise _unusable(path, f"{_kind(mode)}, not a file", hint=_specs_in(path))
+            raise _unusable(
+                path, f"{_kind(mode)}, not a file", hint=_found_in(path, pattern)
+            )
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise _unusable(path, "no such file", hint=_similar_to(path)) from None
+        raise _unusable(path, "no such file", hint=_similar_to(path, pattern)) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise _unusable(path, f"cannot be read: {reason}") from None
     if len(raw) > MAX_BYTES:
         raise _unusable(
             path,
-            "too large for a spec",
+            f"too large for a {kind}",
             allowed=f"at most {MAX_BYTES // 1024} KiB",
             hint="is this the right file?",
         )
@@ -412,20 +419,20 @@ def _kind(mode: int) -> str:
     return next((name for test, name in kinds if test(mode)), "a device")
 
 
-def _specs_in(folder: Path) -> str | None:
-    """A hint that names some specs in a folder."""
-    names = _names_in(folder, "*.yaml")
+def _found_in(folder: Path, pattern: str) -> str | None:
+    """A hint that names some files of a folder."""
+    names = _names_in(folder, pattern)
     return f"it holds {', '.join(names[:3])}" if names else None
 
 
-def _similar_to(path: Path) -> str:
+def _similar_to(path: Path, pattern: str) -> str:
     """A hint for the name of a file that is not there."""
     if not path.parent.is_dir():
         return f"there is no folder {shortened(str(path.parent))} either"
     close = difflib.get_close_matches(path.name, _names_in(path.parent, "*"), 3)
     if close:
         return f"did you mean {' or '.join(map(shortened, close))}?"
-    return _specs_in(path.parent) or "its folder holds no specs"
+    return _found_in(path.parent, pattern) or f"its folder holds no {pattern}"
 
 
 def _names_in(folder: Path, pattern: str) -> list[str]:

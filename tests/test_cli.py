@@ -1,6 +1,7 @@
 """The command line: what it prints, its exit codes, and what it leaves alone."""
 
 import json
+import math
 import os
 import pty
 import re
@@ -278,11 +279,19 @@ def test_explain_shows_derivations(run: Run, glm53_plan: Plan) -> None:
     assert f"threads {target.threads} {derivation}" in lines
     assert "total bytes 25165824 = 3 generations x 8388608" in lines
     assert "1 1 1" in lines  # lane 1 polls rank 1 and owns stream 1
-    launch = target.launches(33)[1]
+    launch = target.launches(33)[0]
     grid = ", ".join(map(str, launch.grid))
     assert (
         f"{launch.kernel} {grid} {launch.block} {launch.cluster} {launch.shared_bytes}"
         in lines
+    )
+    assert (
+        "31 to 45 boundary_3_multicast, boundary_3_unicast 3 11 to 15 1 all clusters "
+        "run at once: the boundary publishes itself" in lines
+    )
+    assert (
+        "181 to 256 boundary_16 16 12 to 16 2 16 clusters would have to run at once, "
+        "and about 15 do" in lines
     )
     assert "sm_100a" not in result.out.replace("from sm_100 on", "")
 
@@ -293,8 +302,10 @@ def test_explained_sums_are_right(run: Run) -> None:
     for spec in (GLM53, TP2):
         for value, how in re.findall(r"  (\d+) += (.*)", run("explain", spec).out):
             formula = how.split(",")[0] if "min(" not in how else how
+            up = "rounded up" in how
             formula = re.sub(r"\b[a-z]+\b(?!\()", "", formula.replace(" x ", " * "))
             result = eval(formula.replace("(,", "("))
+            result = math.ceil(result) if up else math.floor(result)
             limit = re.search(r"at most (\d+)", how)
             assert int(value) == (min(result, int(limit[1])) if limit else result), how
             redone += 1
@@ -332,7 +343,7 @@ def test_compile_says_what_the_compiler_does_not_tell(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = cli.CompiledKernel(
-        "glm53", "boundary", "sm_90a", 168, None, None, 8, 7872, 0.5
+        "glm53", "boundary_1", "sm_90a", 168, None, None, 8, 7872, 0.5
     )
     monkeypatch.setattr(cli, "compile_all", lambda jobs, processes: [kernel])
     *_, row, note = run("compile", GLM53).out.splitlines()
@@ -346,16 +357,21 @@ def test_compile_of_a_package(run: Run, tmp_path: Path) -> None:
         "capacity: {max_tokens: 4}\ntargets: {sm_90a: , sm_100a: }\n"
     )
     assert run("build", "small.yaml", "--arch", "sm_90a").out.endswith(
-        "; 3 kernels compile for sm_90a\n"
+        "; 4 kernels compile for sm_90a\n"
     )
     arguments = ["--arch", "sm_90a", "--keep", "kept"]
     package = run("compile", "generated/small", *arguments)
     assert package.code == 0
     _, header, *rows = package.out.splitlines()
     assert header.split()[:4] == ["package", "kernel", "arch", "registers"]
-    assert [row.split()[1] for row in rows] == ["publish_unicast", "boundary", "mixes"]
+    assert [row.split()[1] for row in rows] == [
+        "publish_unicast",
+        "boundary_1",
+        "boundary_1_unicast",
+        "mixes",
+    ]
     assert len({len(line) for line in [header, *rows]}) == 1
-    assert (tmp_path / "kept/boundary.sm_90a.ptx").exists()
+    assert (tmp_path / "kept/boundary_1.sm_90a.ptx").exists()
     spec = run("compile", "small.yaml", "--arch", "sm_90a", "--json")
     for row, text in zip(json.loads(spec.out), rows, strict=True):
         assert [str(value) for value in row.values()][:-1] == text.split()[:-1]

@@ -96,6 +96,7 @@ def test_what_may_be_left_out(file: Path) -> None:
             "projection": "auto",
         },
         "batch_invariant": False,
+        "mixes": "side_stream",
         "ends": {"entry": False, "exit": None},
         "outputs": {"stream_mean": False},
         "targets": {

@@ -41,8 +41,8 @@ MODEL_KEYS = (
 )
 MODEL = f"a mapping with keys of {MODEL_KEYS.replace(' or', ',')}"
 ROOT_KEYS = (
-    "name, model, parallel, capacity, moe, precision, batch_invariant, ends, outputs "
-    "or targets"
+    "name, model, parallel, capacity, moe, precision, batch_invariant, mixes, ends, "
+    "outputs or targets"
 )
 TP = "1, 2, 4, 8 or 16"
 TOKENS = "a whole number from 1 to 1024"
@@ -426,7 +426,7 @@ WRONG = [
         TARGETS,
         groups("256"),
         "12:35: targets.sm_90a.token_groups[0]: not a mapping",
-        "    given 256; allowed: a mapping with keys of max_tokens, group",
+        "    given 256; allowed: a mapping with keys of max_tokens, group, launches",
     ),
     wrong(
         "hidden not a multiple",
@@ -645,7 +645,7 @@ WRONG = [
         groups(""),
         "12:34: targets.sm_90a.token_groups: empty",
         "    given []; allowed: a list, each entry a mapping with keys of "
-        "max_tokens, group",
+        "max_tokens, group, launches",
     ),
     wrong(
         "repeated transport",
@@ -660,6 +660,34 @@ WRONG = [
         groups("{max_tokens: 4, group: 8}, {max_tokens: 256, group: 8}"),
         "12:58: targets.sm_90a.token_groups[0].group: more than its max_tokens",
         "    given 8; allowed: a whole number from 1 to 4; nearest: 4",
+    ),
+    wrong(
+        "launches that are no number of launches",
+        TARGETS,
+        groups("{max_tokens: 256, group: 8, launches: 3}"),
+        "12:70: targets.sm_90a.token_groups[0].launches: not among the choices",
+        "    given 3; allowed: 1, 2 or null",
+    ),
+    wrong(
+        "launches as a truth",
+        TARGETS,
+        groups("{max_tokens: 256, group: 8, launches: true}"),
+        "12:70: targets.sm_90a.token_groups[0].launches: not a whole number",
+        "    given true; allowed: 1, 2 or null",
+    ),
+    wrong(
+        "mixes in an unknown place",
+        TARGETS,
+        "mixes: head",
+        "12:8: mixes: not among the choices",
+        "    given head; allowed: side_stream, tail",
+    ),
+    wrong(
+        "mixes switched on",
+        TARGETS,
+        "mixes: true",
+        "12:8: mixes: not among the choices",
+        "    given true; allowed: side_stream, tail",
     ),
     wrong(
         "token groups that fall",
@@ -1236,7 +1264,7 @@ def make_nothing() -> None:
         (
             make_nothing,
             "spec.yaml",
-            "spec.yaml: no such file its folder holds no specs",
+            "spec.yaml: no such file its folder holds no *.yaml",
         ),
         (
             make_nothing,
@@ -1257,7 +1285,7 @@ def make_nothing() -> None:
         (
             make_nothing,
             "\x1b[31mred.yaml",
-            "\\x1b[31mred.yaml: no such file its folder holds no specs",
+            "\\x1b[31mred.yaml: no such file its folder holds no *.yaml",
         ),
         (
             make_nothing,

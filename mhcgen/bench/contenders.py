@@ -195,10 +195,13 @@ def with_mixes(package: Loaded, inputs: Inputs) -> Call:
 
 
 def finalize(package: Loaded, inputs: Inputs) -> Call:
-    """Finalize and boundary, without mixes."""
+    """Finalize and boundary, in one launch or in two; no mixes kernel."""
     launcher = package.launcher
     routed, shared = inputs.routed, inputs.shared
     outputs, mix = launcher.outputs(inputs.m), launcher.mix(inputs.m)
+    whole = launcher.finalize_kernel(inputs.m, routed)
+    if whole is not None:
+        return partial(launcher.call_routed, whole, routed, shared, outputs, mix)
     kernel = launcher.boundary_kernel(inputs.m)
 
     def call() -> None:

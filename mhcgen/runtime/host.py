@@ -70,8 +70,8 @@ class FusedBoundary:
         """Launches of a call of ``m`` tokens, mixes not counted.
 
         1 where the boundary publishes its own rows, which takes all of its clusters to
-        run at once on this GPU; 2 where a publish comes first, as it does in
-        ``finalize`` always; 0 without tokens.
+        run at once on this GPU; 2 where a publish comes first; 0 without tokens. A
+        ``finalize`` takes one launch for few tokens alone.
 
         Raises:
             ValueError: A call cannot have ``m`` tokens.
@@ -174,9 +174,18 @@ class FusedBoundary:
         )
         m = self._checks.routed(routed)
         self._checks.boundary(m, inputs)
-        return self._run(
-            Published(m, routed), partial(self._launcher.finalize, routed), inputs
-        )
+        launcher = self._launcher
+        kernel = launcher.finalize_kernel(m, routed)
+        if kernel is None:
+            publish = partial(launcher.finalize, routed)
+            return self._run(Published(m, routed), publish, inputs)
+        outputs, mix = launcher.outputs(m), launcher.mix(m)
+        with self._on_device():
+            self._begin()
+            launcher.call_routed(kernel, routed, inputs, outputs, mix)
+            if mix is not None:
+                self._launch_mixes(inputs, outputs, mix)
+        return outputs
 
     def entry(
         self,

@@ -95,6 +95,18 @@ class Launcher:
             for size, clusters in room.items()
             if clusters
         }
+        # Kernels of packages that close routed sums inside name these arguments, too.
+        closing = [row.size for row in groups if getattr(row, "finalizes", False)]
+        self._unrouted = (None,) * len(RoutedInput._fields) if closing else ()
+        self.finalizing = {
+            (size, DTYPES[dtype], shared): compiled[
+                kernels.finalizing_name(size, dtype, shared, transport)
+            ]
+            for size in closing
+            if room.get(size)
+            for dtype in constants.ROUTING_WEIGHTS
+            for shared in constants.SHARED_EXPERT
+        }
         self._mixes = compiled.get("mixes")
         self._entry = compiled.get("entry")
         self._exit = compiled.get("exit")
@@ -104,6 +116,7 @@ class Launcher:
             next(row for row in groups if m <= row.max_tokens)
             for m in range(constants.CAPACITY + 1)
         ]
+        self._groups = [row.size for row in rows]
         self._boundary_by_tokens = [self.boundaries[row.size] for row in rows]
         self._call_by_tokens = [
             self.call_of_group(row.size, m)
@@ -133,7 +146,7 @@ class Launcher:
             self._of_publish = (addresses, state, mailbox.rank)
             self._of_call = (addresses, mailbox.rank)
             # It has no rows to publish, and nowhere to send them.
-            self._of_boundary = (None, None, mailbox.rank)
+            self._of_boundary = (None, *self._unrouted, None, mailbox.rank)
 
     def _name_arguments(self) -> None:
         """Says which fields of inputs and outputs the kernels take, in order."""
@@ -183,6 +196,17 @@ class Launcher:
             return self.boundaries[group] if m else None
         fits = 0 < -(-m // group) <= self.room.get(group, 0)
         return self.publishing[group] if fits else None
+
+    def finalize_kernel(self, m: int, routed: RoutedInput) -> Any:
+        """The kernel that closes a routed sum and takes it through, in one launch.
+
+        None where that takes two, and for no tokens.
+        """
+        if self._call_by_tokens[m] is None:
+            return None
+        shared = routed.shared_output is not None
+        key = self._groups[m], routed.expert_weights.dtype, shared
+        return self.finalizing.get(key)
 
     def outputs(self, m: int) -> BoundaryOutput:
         """Memory for the outputs of ``m`` tokens."""
@@ -252,6 +276,25 @@ class Launcher:
         """Publishes x and consumes what all ranks publish."""
         kernel(
             x,
+            *self._unrouted,
+            *self._of_call,
+            *self._boundary_inputs(inputs),
+            *self._of_mailbox,
+            *self._written(outputs, mix),
+        )
+
+    def call_routed(
+        self,
+        kernel: Any,
+        routed: RoutedInput,
+        inputs: BoundaryInput,
+        outputs: BoundaryOutput,
+        mix: torch.Tensor | None,
+    ) -> None:
+        """Closes and publishes a routed sum, and consumes what all ranks publish."""
+        kernel(
+            None,
+            *routed,
             *self._of_call,
             *self._boundary_inputs(inputs),
             *self._of_mailbox,

@@ -45,10 +45,17 @@ def room_for_calls(
         if row.launches != 1:
             continue
         name = kernels.boundary_name(row.size, transport)
+        # With those of the same group that close routed sums.
+        same = [
+            kernel for kernel in compiled if kernel.startswith(f"boundary_{row.size}_")
+        ]
         if row.size not in room:
             try:
-                room[row.size] = clusters_at_once(
-                    compiled[name], target.cluster_size, threads, row.shared_bytes
+                room[row.size] = min(
+                    clusters_at_once(
+                        compiled[kernel], target.cluster_size, threads, row.shared_bytes
+                    )
+                    for kernel in same
                 )
             except Exception as error:
                 logger.warning(
