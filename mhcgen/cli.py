@@ -1,7 +1,7 @@
 """The command line. Exit codes: 0 done, 1 failed or stale, 2 the user's mistake.
 
 Specs, plans and templates are imported by the commands that need them: packages are
-benchmarked on machines that have no library for these.
+verified and benchmarked on machines that have no library for these.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from mhcgen.compilation import (
     check_archs,
     compile_kernels,
     jobs_of,
+    require_manifest,
 )
 from mhcgen.console import progress, show_diff, show_table
 from mhcgen.errors import MhcgenError, PlanError
 
 if TYPE_CHECKING:
-    from mhcgen.plan import Plan
-
-if TYPE_CHECKING:
     from mhcgen.matrix_report import Report
+    from mhcgen.plan import Plan
+    from mhcgen.verify.report import Outcome
 
 app = typer.Typer(
     add_completion=False,
@@ -222,6 +222,9 @@ def explain_(
 @app.command("verify")
 def verify_(
     source: Annotated[Path, typer.Argument(metavar="SPEC_OR_PACKAGE")],
+    device: Annotated[
+        str, typer.Option(metavar="D", help="cpu, which is the emulator, or cuda.")
+    ] = "cpu",
     arch: Archs = None,
     transport: Annotated[
         list[str] | None,
@@ -244,31 +247,58 @@ def verify_(
         Path | None, typer.Option("--json", metavar="FILE", help="Write JSON there.")
     ] = None,
 ) -> None:
-    """Run kernels in the emulator, and compare every output with the reference."""
-    from mhcgen import verify
-    from mhcgen.render import RESOLVED_SPEC, render
+    """Run every kernel, and compare every output with the reference.
 
+    In the emulator, or with --device cuda on GPUs: one plays all ranks, unless
+    torch.distributed.run starts a process for each.
+    """
+    from mhcgen.verify.cases import Options
+
+    options = Options(arch or (), transport or (), tokens, calls, seed, stress)
+    if device not in ("cpu", "cuda"):
+        raise MhcgenError(
+            f"--device {device!r}: kernels run on cpu, in the emulator, or on cuda"
+        )
     with tempfile.TemporaryDirectory(prefix="mhcgen-") as temporary:
-        if source.is_dir():
-            jobs_of(source, arch or ())  # refuses a folder that is no package
-            folder, plan = source, _load_plan(source / RESOLVED_SPEC)
-        else:
-            (plan,) = load_plans([source], arch or ())
+        folder = source
+        if not source.is_dir():
+            from mhcgen.render import render
+
+            (plan,) = load_plans([source], ())
             folder = Path(temporary, plan.name)
             write_files(folder, render(plan))
-        sizes = verify.sizes_of(plan, tokens)
-        verify.check_choice("--transport", transport or (), plan.transports)
-        archs = arch or [target.arch for target in plan.targets]
-        transports = transport or plan.transports
-        cases = [*verify.cases(plan, archs, transports, sizes, calls, seed, stress)]
-        with progress("verifying", len(cases)) as advance:
-            outcomes = verify.verify(folder, cases, advance)
-    verify.show(outcomes, plan.name, source)
-    if json_ is not None:
-        content = [outcome.as_json() for outcome in outcomes]
-        write_text(json_, json.dumps({"name": plan.name, "cases": content}) + "\n")
+        manifest = require_manifest(folder)
+
+        def tell(outcomes: Sequence[Outcome]) -> None:
+            show_outcomes(outcomes, manifest.name, source, json_)
+
+        if device == "cuda":
+            from mhcgen.verify import on_cuda
+
+            outcomes = on_cuda.verify(folder, options, tell)
+        else:
+            from mhcgen.verify import on_cpu
+
+            cases = on_cpu.wanted_cases(folder, options)
+            with progress("verifying", len(cases)) as advance:
+                outcomes = on_cpu.verify(folder, cases, advance)
+    tell(outcomes)
     if not all(outcome.ok for outcome in outcomes):
         raise typer.Exit(1)
+
+
+def show_outcomes(
+    outcomes: Sequence[Outcome], name: str, source: Path, json_: Path | None
+) -> None:
+    """Shows what became of cases and writes it as JSON; of several ranks, the first."""
+    from mhcgen.verify import report, together
+
+    if together.global_rank() > 0:
+        return
+    report.show(outcomes, name, source)
+    if json_ is not None:
+        content = [outcome.as_json() for outcome in outcomes]
+        write_text(json_, json.dumps({"name": name, "cases": content}) + "\n")
 
 
 @app.command("bench")

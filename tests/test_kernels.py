@@ -36,9 +36,9 @@ class Compiled:
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory, glm53_plan: Plan) -> Compiled:
+def compiled(shared_folder: Path, glm53_plan: Plan) -> Compiled:
     """Compiled once, whichever test process comes first."""
-    folder = tmp_path_factory.getbasetemp().parent / "glm53_compiled"
+    folder = shared_folder / "glm53_compiled"
     report = folder / "report.json"
     with FileLock(f"{folder}.lock"):
         if not report.is_file():

@@ -26,7 +26,7 @@ from mhcgen.emulator.package import (
     compile_ptx,
     load_package,
 )
-from mhcgen.verify import as_numpy, as_torch
+from mhcgen.verify.on_cpu import as_numpy, as_torch
 
 from .conftest import GENERATED, call_all
 from .test_one_gpu import HC, TP, H, joined, routed
