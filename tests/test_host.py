@@ -148,7 +148,17 @@ def launches(log: list[str]) -> list[str]:
     return [line for line in log if "event" not in line]
 
 
-PUBLISHING = "boundary_1_unicast"  # the boundary of few tokens, in one launch
+# The boundaries of few tokens, in one launch.
+PUBLISHING = "boundary_1_unicast"
+FINALIZING = "boundary_1_finalize_fp32_shared_unicast"
+
+
+ROUTED = (
+    "gemm2_permuted",
+    "expert_weights",
+    "expanded_idx_to_permuted_idx",
+    "shared_output",
+)
 
 
 def routed(m: int) -> dict[str, torch.Tensor]:
@@ -226,30 +236,47 @@ def test_without_room_every_call_takes_two_launches(
     assert {fused.launches(m) for m in range(1, 33)} == {2}
 
 
-@pytest.mark.parametrize("m", [3, 16])
-def test_finalize_and_halves_take_two_launches(
-    machine: Machine, boundary: FusedBoundary, m: int
+@pytest.mark.parametrize(
+    ("m", "expected"),
+    [
+        (3, [FINALIZING]),
+        (12, ["boundary_2_finalize_fp32_shared_unicast"]),
+        (13, ["finalize_fp32_shared_unicast", "boundary_2"]),
+        (20, ["finalize_fp32_shared_unicast", "boundary_4"]),
+    ],
+)
+def test_finalize(
+    machine: Machine, boundary: FusedBoundary, m: int, expected: list[str]
 ) -> None:
-    size = 1 if m == 3 else 2
+    """One launch where the row's boundaries close routed sums and all run at once."""
     boundary.finalize(**routed(m))
-    assert launches(machine.done()) == [
-        "finalize_fp32_shared_unicast",
-        f"boundary_{size}",
-        "mixes",
-    ]
+    assert launches(machine.done()) == [*expected, "mixes"]
+
+
+@pytest.mark.parametrize(("m", "size"), [(3, 1), (16, 2), (20, 4)])
+def test_halves_are_launches_of_their_own(
+    machine: Machine, boundary: FusedBoundary, m: int, size: int
+) -> None:
     given = arguments(m)
     boundary.publish(given.pop("x"))
     boundary.consume(**given)
     assert launches(machine.done()) == ["publish_unicast", f"boundary_{size}", "mixes"]
+    given = routed(m)
+    boundary.publish_finalize(*[given.pop(name) for name in ROUTED])
+    boundary.consume(**given)
+    finalize = "finalize_fp32_shared_unicast"
+    assert launches(machine.done()) == [finalize, f"boundary_{size}", "mixes"]
 
 
 def test_what_the_kernels_are_given(machine: Machine, boundary: FusedBoundary) -> None:
-    """A call hands x and addresses over; a boundary that only consumes has neither."""
+    """Rows to publish and where to, in a whole call; nothing of it to consume only."""
     given = arguments(3)
     output = boundary(**given)
-    x, addresses, rank, *rest = machine.given[PUBLISHING]
+    x, *unrouted, addresses, rank = machine.given[PUBLISHING][:7]
     assert x is given["x"]
+    assert unrouted == [None] * 4
     assert (tuple(addresses.shape), rank) == ((4,), 0)
+    rest = machine.given[PUBLISHING][7:]
     assert same(rest[:7], [given[name] for name in NAMES[1:]])
     assert [tuple(each.shape) for each in rest[7:9]] == [(3, 4, 32, H), (2,)]
     residual, mix, layer_input = rest[9:]
@@ -259,9 +286,15 @@ def test_what_the_kernels_are_given(machine: Machine, boundary: FusedBoundary) -
         machine.given["mixes"],
         [mix, given["scale"], given["base"], output.post, output.comb, 99],
     )
-    boundary.finalize(**routed(3))
-    assert machine.given["boundary_1"][:3] == (None, None, 0)
+    boundary.publish(given["x"])
+    boundary.consume(**{name: given[name] for name in NAMES[1:]})
+    assert machine.given["boundary_1"][:7] == (None,) * 6 + (0,)
     assert len(machine.given["boundary_1"]) == len(machine.given[PUBLISHING])
+    closed = routed(3)
+    boundary.finalize(**closed)
+    assert machine.given[FINALIZING][0] is None
+    assert same(machine.given[FINALIZING][1:5], [closed[name] for name in ROUTED])
+    assert len(machine.given[FINALIZING]) == len(machine.given[PUBLISHING])
 
 
 def same(these: Iterable[Any], those: Iterable[Any]) -> bool:
@@ -282,7 +315,7 @@ def test_a_tail_needs_no_side_stream(machine: Machine, tail: FusedBoundary) -> N
     tail.finalize(**routed(3))
     tail(**arguments(20))
     assert machine.done() == [
-        *("finalize_fp32_shared_unicast", "boundary_1"),
+        FINALIZING,
         *("publish_unicast", "boundary_4"),
     ]
 
@@ -589,7 +622,7 @@ def test_the_benchmark_times_what_it_says(machine: Machine, inputs: Inputs) -> N
     expected = {
         "boundary": [PUBLISHING],
         "with mixes": [PUBLISHING, "mixes"],
-        "finalize": ["finalize_fp32_shared_unicast", "boundary_1"],
+        "finalize": [FINALIZING],
     }
     for column, kernels in expected.items():
         columns[column].call_for(inputs)()
