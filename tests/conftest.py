@@ -1,5 +1,6 @@
 """What tests share."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,13 @@ from mhcgen.spec_file import load_spec
 @pytest.fixture(scope="session")
 def repository() -> Path:
     return Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all processes of this run share, and no other run."""
+    mine = tmp_path_factory.getbasetemp()
+    return mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine
 
 
 @pytest.fixture(scope="session")
