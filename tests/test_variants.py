@@ -28,6 +28,7 @@ def test_the_variants_differ_in_every_way() -> None:
         "delayed pre-mix": lambda plan: plan.delayed,
         "stream means": lambda plan: plan.stream_mean,
         "entry": lambda plan: plan.spec.ends.entry,
+        "mixes in the tail": lambda plan: plan.tail,
     }
     for branch, is_taken in branches.items():
         assert {bool(is_taken(plan)) for plan in VARIANTS} == {True, False}, branch
@@ -36,9 +37,12 @@ def test_the_variants_differ_in_every_way() -> None:
     by_fma = [plan for plan in VARIANTS if plan.projection == "fma"]
     assert {plan.fn_home for plan in by_fma} == {"registers", "shared", "global"}
     assert {plan.idle_lanes for plan in by_fma} == {True, False}
+    assert {max(plan.targets[0].groups) > 1 for plan in by_fma} == {True, False}
     assert {plan.trips > 1 for plan in by_fma} == {True, False}
     assert {plan.trips > 1 for plan in VARIANTS if plan.delayed} == {True, False}
     assert {plan.trips > 1 for plan in VARIANTS if plan.stream_mean} == {True, False}
+    assert {plan.delayed for plan in VARIANTS if plan.tail} == {True, False}
+    assert {plan.spec.ends.entry for plan in VARIANTS if plan.tail} == {True, False}
 
 
 @pytest.mark.parametrize("plan", VARIANTS, ids=lambda plan: plan.name)
@@ -66,6 +70,11 @@ def test_what_a_variant_does_not_need_leaves_no_trace(plan: Plan) -> None:
         "bf16x2": plan.activation == "BF16",
         r"ptx\.mma": plan.projection == "tensor_cores",
         "load_pre": plan.exit_by == "pre_mix",
+        "pre: cute.Tensor": plan.delayed,
+        "shared_pre_mixes": not plan.delayed,
+        "mix_tokens": plan.tail,
+        "store_mix\\b": not plan.tail,
+        r"self\.threads \+ 32": plan.tail,
         "NORM_SQUARES": plan.delayed,
         "stream_mean": plan.stream_mean,
         "norm_weight: cute.Tensor": plan.norm_weight != "none",
@@ -84,6 +93,7 @@ def test_what_a_variant_does_not_need_leaves_no_trace(plan: Plan) -> None:
     for name, is_there in emitted.items():
         assert (PurePosixPath(name) in files) == is_there, name
     rows = {row.name for row in kernel_rows(plan.targets[0])}
+    assert ("mixes" in rows) == (not plan.tail or plan.spec.ends.entry)
     assert ("entry" in rows) == plan.spec.ends.entry
     assert ("exit" in rows) == (plan.exit_by is not None)
 

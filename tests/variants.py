@@ -74,6 +74,15 @@ VARIANTS = (
         outputs=MEANS,
         cluster_size=1,
     ),
+    variant("tail", tp=4, mixes="tail"),
+    variant("tail_of_one_rank", hc=1, tp=1, mixes="tail"),
+    variant(
+        "delayed_tail",
+        hc=8,
+        pre_mix="delayed",
+        mixes="tail",
+        ends={"entry": True, "exit": "pre_mix"},
+    ),
     variant("ends", outputs=MEANS, ends={"entry": True, "exit": "mean"}),
     variant(
         "ends_by_head",

@@ -7,7 +7,7 @@ import pytest
 
 from mhcgen import reference
 from mhcgen.emulator.package import EmulatedPackage, EmulatedRanks, Streams
-from mhcgen.plan import Plan
+from mhcgen.plan import GENERATIONS, Plan
 from mhcgen.verify.cases import Case
 from mhcgen.verify.inputs import plain_call
 from mhcgen.verify.on_cpu import as_numpy, run, weights_of
