@@ -213,6 +213,7 @@ class _Temper:
         self._landing = rng.choice([0.02, 0.2, 0.6])
         self._starting = rng.choice([0.05, 0.5, 1.0])
         self._holding = rng.choice([0.0, 0.02, 0.2])
+        self._overtaking = rng.choice([0.0, 0.5, 0.95])
 
     def lands(self) -> bool:
         """Whether some stores land now."""
@@ -230,6 +231,12 @@ class _Temper:
         """The ranks that do not advance for a while."""
         count = self.rng.integers(ranks)
         return {*self.rng.permutation(ranks)[:count].tolist()}
+
+    def pick(self, count: int) -> int:
+        """Which of some machines runs: any, or the one launched last."""
+        if self.rng.random() < self._overtaking:
+            return count - 1
+        return int(self.rng.integers(count))
 
     def budget(self) -> int:
         """How many operations a slice takes at most."""
@@ -469,7 +476,7 @@ class World:
         if not candidates:
             self._held_back = set()
             return moved
-        machine = candidates[temper.rng.integers(len(candidates))]
+        machine = candidates[temper.pick(len(candidates))]
         allowed = temper.threads(machine)
         for index, grid in enumerate(machine.grids):
             if grid.rank in self._held_back:
