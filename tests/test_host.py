@@ -225,6 +225,25 @@ def test_dispatch(
             boundary.launches(m)
 
 
+def test_a_row_that_names_two_launches_takes_two(
+    machine: Machine, tmp_path: Path
+) -> None:
+    """Whatever runs at once, and whatever another row of its group takes."""
+    rows = (
+        {"max_tokens": 8, "group": 1},
+        {"max_tokens": 32, "group": 1, "launches": 2},
+    )
+    target = {"cluster_size": 2, "token_groups": rows}
+    modules = import_variant(
+        tmp_path, "host_rows", mixes="tail", targets={"sm_90a": target}
+    )
+    fused = fused_of(machine, modules, {1: 60})
+    assert [fused.launches(m) for m in (1, 8, 9, 32)] == [1, 1, 2, 2]
+    for m, count in ((8, 1), (9, 2)):
+        fused.finalize(**routed(m))
+        assert len(machine.done()) == count
+
+
 @pytest.mark.parametrize("room", [{}, {1: 0, 2: 0}])
 def test_without_room_every_call_takes_two_launches(
     machine: Machine, modules: tuple[Any, Any], room: dict[int, int]
