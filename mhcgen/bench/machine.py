@@ -106,7 +106,7 @@ def machine(what: str) -> Iterator[Machine]:
     os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
     dist.init_process_group("nccl", device_id=device)
     yield Machine(dist.get_rank(), ranks, device)
-    # Nobody leaves while others may still read its memory. After an error the group stays
-    # as it is: to destroy it may wait for ever, and the error would not be seen.
+    # Nobody leaves while others may still read its memory. After an error the group
+    # stays as it is: to destroy it may wait for ever, and nobody would see the error.
     dist.barrier()
     dist.destroy_process_group()
