@@ -25,7 +25,13 @@ MESSAGES = {
     "early-publish-three-generations": "overwrites the row of call 0, which nobody",
     "early-trigger": "reads generation 0, not 1",
     "first-advances": "reads generation 1, not 0",
-    "arrival-before-barrier": "reads generation 1, not 0",
+    "count-before-barrier": "reads generation 1, not 0",
+    "early-count-advances-at-once": "reads generation",
+    "early-count-and-no-final-wait": "reads generation",
+    "boundary-does-not-wait": "reads generation 0, not 1",
+    "boundary-publishes-before-its-wait": "reads generation 0, not 1",
+    "boundary-publishes-before-its-wait-three-generations": "overwrites the row of",
+    "no-room": "deadlock",
     "captured-generation": "overwrites the row of call 0, which nobody",
     "captured-generation-4": "overwrites the row of call 3, which nobody",
     "no-sanitize": "deadlock",
@@ -37,7 +43,7 @@ MESSAGES = {
     "hasty-engine": "reads",
     "bystander-engine": "reads generation 0, not 1",
 }
-LONGEST_TRACE = 20
+LONGEST_TRACE = 24
 
 
 @pytest.mark.parametrize("instance", INSTANCES, ids=str)
@@ -72,6 +78,22 @@ def test_a_deadlock_names_the_polls_that_wait() -> None:
     assert violation.trace[-1] == (
         "rank 1, call 0, boundary, token 0, lane 0: reads rank 0's row: waits for ever"
     )
+
+
+def test_clusters_that_wait_for_room_are_named() -> None:
+    """Each rank runs another cluster, and each waits for the other's."""
+    instance = Instance((2,), launches=(1,), room=1)
+    violation = explore(Model(Protocol(), instance)).violation
+    assert violation is not None and violation.message == "deadlock"
+    starts = [line for line in violation.trace if "cluster" in line]
+    assert starts == [
+        "rank 0, call 0, boundary, cluster 0: starts",
+        "rank 1, call 0, boundary, cluster 1: starts",
+        "rank 0, call 0, boundary, cluster 1: starts: waits for ever",
+        "rank 1, call 0, boundary, cluster 0: starts: waits for ever",
+    ]
+    in_order = Instance((2,), launches=(1,), room=1, in_order=True)
+    assert explore(Model(Protocol(), in_order)).violation is None
 
 
 def outcomes(
@@ -112,6 +134,18 @@ def outcomes(
         (Protocol(lanes_meet=False), Instance((1, 1), ranks=1, readers=2)),
         (Protocol(), Instance((1, 1, 1), ranks=1, engine=Engine.HASTY)),
         (Protocol(boundary_waits=False), Instance((1, 1), engine=Engine.WAITS)),
+        (Protocol(), Instance((2,), launches=(1,), room=1)),
+        (Protocol(), Instance((2, 1), ranks=1, launches=(1, 1), room=1)),
+        (Protocol(), Instance((1, 2, 1), ranks=1, launches=(1, 2, 1))),
+        (Protocol(counts_late=False), Instance((2, 1), ranks=1, launches=(1, 2))),
+        (
+            Protocol(counts_late=False, advances_at_end=False),
+            Instance((2,), ranks=1, blocks=2),
+        ),
+        (
+            Protocol(boundary_publishes_late=False),
+            Instance((1, 1), ranks=1, launches=(1, 1)),
+        ),
     ],
 )
 def test_the_reduction_loses_nothing(protocol: Protocol, instance: Instance) -> None:

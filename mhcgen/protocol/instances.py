@@ -7,7 +7,7 @@ from itertools import product
 
 from mhcgen.protocol.model import Engine, Instance, Protocol
 
-INSTANCES = (
+TWO_LAUNCHES = (
     Instance((2, 1, 2, 1, 2), ranks=1, blocks=2, readers=2),
     Instance((1, 2, 1, 2, 1)),
     Instance((2, 2, 1, 1, 2)),
@@ -22,6 +22,8 @@ INSTANCES = (
     Instance((1, 1, 1, 1, 1), ranks=3),
     Instance((1, 2, 1, 2, 1), ranks=3, group=2),
     Instance((1, 2, 1, 1), ranks=3),
+)
+MIXED = (
     Instance((2, 1, 2, 1, 2), ranks=1, blocks=2, readers=2, launches=(1, 1, 2, 2, 1)),
     Instance((1, 2, 1, 2, 1), launches=(1, 1, 1, 1, 1)),
     Instance((2, 2, 1, 1, 2), launches=(2, 1, 1, 2, 1)),
@@ -36,8 +38,9 @@ INSTANCES = (
     Instance((2, 1, 2), launches=(1, 1, 1), room=1, in_order=True),
     Instance((1, 1, 1, 1, 1), ranks=3, launches=(1, 2, 1, 1, 2)),
     Instance((1, 2, 1, 2, 1), ranks=3, group=2, launches=(1, 1, 2, 1, 1)),
-    Instance((1, 2, 1), ranks=3, launches=(2, 1, 1)),
+    Instance((1, 2), ranks=3, launches=(2, 1)),
 )
+INSTANCES = (*TWO_LAUNCHES, *MIXED)
 LARGE_INSTANCES = (
     *(Instance(tokens) for tokens in product((1, 2), repeat=5)),
     Instance((2, 1, 2, 1, 2), blocks=2),
@@ -56,6 +59,7 @@ LARGE_INSTANCES = (
     Instance((2, 1, 2, 1, 2), readers=2, launches=(1, 2, 1, 1, 2)),
     Instance((1, 2, 2, 1, 2), engine=Engine.WAITS, launches=(1, 1, 2, 1, 1)),
     Instance((1, 2, 1), ranks=3, launches=(1, 1, 1)),
+    Instance((1, 2, 1), ranks=3, launches=(2, 1, 1)),
     Instance((2, 1, 1, 2), ranks=3, launches=(1, 2, 1, 2)),
     Instance((2, 2, 2, 2), room=2, launches=(1, 2, 1, 1)),
 )
@@ -131,16 +135,42 @@ VARIANTS = (
         (Instance((2,)), Instance((2,), launches=(1,))),
     ),
     Variant(
-        "advance-at-once",
-        "the last block to be counted advances the generation at once",
-        Protocol(advances_at_end=False),
+        "early-count",
+        "a block counts itself as soon as it has read the generation",
+        Protocol(counts_late=False),
+        (*MIXED[:6], Instance((1, 2, 1, 2), engine=Engine.WAITS)),
+        safe=True,
+    ),
+    Variant(
+        "early-count-advances-at-once",
+        "the same, and the last to be counted advances the generation at once",
+        Protocol(counts_late=False, advances_at_end=False),
         (Instance((1,)), Instance((2, 1), launches=(1, 2))),
     ),
     Variant(
-        "advance-at-once-in-one-launch",
+        "early-count-advances-at-once-in-one-launch",
         "the same, where every boundary publishes",
+        Protocol(counts_late=False, advances_at_end=False),
+        tuple(each for each in MIXED if set(each.launches) == {1}),
+        safe=True,
+    ),
+    Variant(
+        "early-count-and-no-final-wait",
+        "blocks count themselves early, and a boundary that consumes does not wait",
+        Protocol(counts_late=False, boundary_waits=False),
+        (Instance((2, 1)), Instance((2, 1), launches=(2, 1))),
+    ),
+    Variant(
+        "advance-at-once",
+        "the last block to be counted advances the generation at once",
         Protocol(advances_at_end=False),
-        tuple(i for i in INSTANCES if set(i.launches) == {1}),
+        (
+            Instance((1, 2, 1, 2)),
+            Instance((2, 1, 2), group=2, blocks=2),
+            Instance((2, 1), launches=(1, 2)),
+            Instance((1, 2, 1), launches=(2, 1, 1)),
+            Instance((1, 1, 1), ranks=3, launches=(1, 2, 1)),
+        ),
         safe=True,
     ),
     Variant(
@@ -226,7 +256,13 @@ VARIANTS = (
         "no-final-wait",
         "a boundary that consumes does not wait before it ends",
         Protocol(boundary_waits=False),
-        (Instance((2, 1)), Instance((2,), blocks=2)),
+        (
+            *TWO_LAUNCHES[1:-1],
+            Instance((2, 1, 1, 2), launches=(1, 2, 1, 2), blocks=2, group=2),
+            Instance((1, 2, 1), launches=(1, 2, 1)),
+            Instance((1, 1, 1, 1, 1), ranks=3, launches=(1, 2, 1, 1, 2)),
+        ),
+        safe=True,
     ),
     Variant(
         "late-rearm-two-generations",

@@ -70,6 +70,8 @@ class Protocol:
         last_advances: The last block to be counted advances the generation, not the
             first.
         advances_at_end: It does so when it ends, not when it is counted.
+        counts_late: A block counts itself when it has polled all of its rows, not as
+            soon as it has read the generation.
         warps_meet: The warps of a block meet before it counts itself.
         fixed_total: The first call's number of blocks is the total of every call.
         captured_calls: If not 0, the generation is a host scalar, captured in a graph
@@ -89,6 +91,7 @@ class Protocol:
     sanitize: bool = True
     last_advances: bool = True
     advances_at_end: bool = True
+    counts_late: bool = True
     warps_meet: bool = True
     fixed_total: bool = False
     captured_calls: int = 0
@@ -424,14 +427,18 @@ class Model:
                 (token, *self._lanes(state, launch, token, block, entered))
                 for token in tokens
             ]
-            knows = [known for _, knows, _ in lanes for known in knows]
+            met = [
+                event
+                for _, knows, polls in lanes
+                for event in (polls if rules.counts_late else knows)
+            ]
             turns.append(self._cell(0, None))
             counts.append(
                 self._add(
                     f"{place}, block {block}",
                     call,
                     "counts itself",
-                    union(knows) if rules.warps_meet else knows[0],
+                    union(met) if rules.warps_meet else met[0],
                     self._arrive(state, launch, turns[-1]),
                 )
             )

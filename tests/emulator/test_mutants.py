@@ -319,8 +319,8 @@ MAPS = [
     boundary(
         "comb is read transposed",
         "[weights[index * WEIGHTS + stream + row * HC] for row in range(HC + 1)]",
-        "[weights[index * WEIGHTS + stream]]\n"
-        "+ [weights[index * WEIGHTS + (stream + 1) * HC + row] for row in range(HC)]",
+        "[weights[index * WEIGHTS + stream]] + "
+        "[weights[index * WEIGHTS + (stream + 1) * HC + row] for row in range(HC)]",
     ),
     boundary(
         "all tokens of a group are weighed like the first",
