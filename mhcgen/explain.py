@@ -335,7 +335,7 @@ def _target(target: TargetPlan, tokens: int | None) -> Section:
             Fact(
                 "clusters_at_once",
                 clusters_at_once(target.architecture, target.cluster_size),
-                f"= {target.architecture.cluster_8_capacity} clusters that are portable "
+                f"= {target.architecture.cluster_8_capacity} portable clusters "
                 f"x {PORTABLE_CLUSTER} blocks / {target.cluster_size}, rounded down",
             ),
             Fact("token_groups", target.groups, target.groups_reason),
