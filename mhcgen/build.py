@@ -4,6 +4,8 @@ A package is written beside its target and then swapped with it in one step, so 
 build that dies at any moment leaves the package that was there.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import difflib
@@ -18,10 +20,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from mhcgen.errors import MhcgenError, visible
 from mhcgen.manifest import MANIFEST, read_manifest
-from mhcgen.render import Files
+
+if TYPE_CHECKING:
+    from mhcgen.render import Files
 
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
@@ -143,7 +148,7 @@ class Staging:
         """Whether there was nothing to write."""
         return self._temporary is None
 
-    def __enter__(self) -> "Staging":
+    def __enter__(self) -> Staging:
         """Writes the package beside its target.
 
         Raises:

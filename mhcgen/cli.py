@@ -1,4 +1,10 @@
-"""The command line. Exit codes: 0 done, 1 failed or stale, 2 the user's mistake."""
+"""The command line. Exit codes: 0 done, 1 failed or stale, 2 the user's mistake.
+
+Specs, plans and templates are imported by the commands that need them: packages are
+verified and benchmarked on machines that have torch, numpy, typer and rich alone.
+"""
+
+from __future__ import annotations
 
 import json
 import os
@@ -23,17 +29,15 @@ from mhcgen.compilation import (
     check_archs,
     compile_kernels,
     jobs_of,
+    require_manifest,
 )
 from mhcgen.console import progress, show_diff, show_table
 from mhcgen.errors import MhcgenError, PlanError
-from mhcgen.explain import as_json, explain, show
-from mhcgen.plan import Plan, make_plan
-from mhcgen.render import RESOLVED_SPEC, render
-from mhcgen.spec import schema_text
-from mhcgen.spec_file import load_spec
 
 if TYPE_CHECKING:
     from mhcgen.matrix_report import Report
+    from mhcgen.plan import Plan
+    from mhcgen.verify.report import Outcome
 
 app = typer.Typer(
     add_completion=False,
@@ -96,6 +100,8 @@ def build(
 
     A package is replaced once all its kernels compile, and whole or not at all.
     """
+    from mhcgen.render import render
+
     plans = load_plans(specs, arch or ())
     packages = [Package(plan.name, render(plan), out) for plan in plans]
     if check:
@@ -148,6 +154,8 @@ def compile_(
     jobs: Jobs = None,
 ) -> None:
     """Compile every kernel of specs or of packages, and show what each uses."""
+    from mhcgen.render import render
+
     archs = arch or ()
     packages = [path for path in sources if path.is_dir()]
     plans = load_plans([path for path in sources if path not in packages], archs)
@@ -201,6 +209,8 @@ def explain_(
     json_: AsJson = False,
 ) -> None:
     """Show everything that follows from a spec, and where each number comes from."""
+    from mhcgen.explain import as_json, explain, show
+
     (plan,) = load_plans([spec], arch or ())
     sections = explain(plan, arch or (), tokens)
     if json_:
@@ -212,6 +222,9 @@ def explain_(
 @app.command("verify")
 def verify_(
     source: Annotated[Path, typer.Argument(metavar="SPEC_OR_PACKAGE")],
+    device: Annotated[
+        str, typer.Option(metavar="D", help="cpu, which is the emulator, or cuda.")
+    ] = "cpu",
     arch: Archs = None,
     transport: Annotated[
         list[str] | None,
@@ -234,30 +247,171 @@ def verify_(
         Path | None, typer.Option("--json", metavar="FILE", help="Write JSON there.")
     ] = None,
 ) -> None:
-    """Run kernels in the emulator, and compare every output with the reference."""
-    from mhcgen import verify
+    """Run every kernel, and compare every output with the reference.
 
+    In the emulator, or with --device cuda on GPUs: one plays all ranks, unless
+    torch.distributed.run starts a process for each.
+    """
+    from mhcgen.verify.cases import Options
+
+    options = Options(arch or (), transport or (), tokens, calls, seed, stress)
+    if device not in ("cpu", "cuda"):
+        raise MhcgenError(
+            f"--device {device!r}: kernels run on cpu, in the emulator, or on cuda"
+        )
     with tempfile.TemporaryDirectory(prefix="mhcgen-") as temporary:
-        if source.is_dir():
-            jobs_of(source, arch or ())  # refuses a folder that is no package
-            folder, plan = source, _load_plan(source / RESOLVED_SPEC)
-        else:
-            (plan,) = load_plans([source], arch or ())
+        folder = source
+        if not source.is_dir():
+            from mhcgen.render import render
+
+            (plan,) = load_plans([source], ())
             folder = Path(temporary, plan.name)
             write_files(folder, render(plan))
-        sizes = verify.sizes_of(plan, tokens)
-        verify.check_choice("--transport", transport or (), plan.transports)
-        archs = arch or [target.arch for target in plan.targets]
-        transports = transport or plan.transports
-        cases = [*verify.cases(plan, archs, transports, sizes, calls, seed, stress)]
-        with progress("verifying", len(cases)) as advance:
-            outcomes = verify.verify(folder, cases, advance)
-    verify.show(outcomes, plan.name, source)
-    if json_ is not None:
-        content = [outcome.as_json() for outcome in outcomes]
-        write_text(json_, json.dumps({"name": plan.name, "cases": content}) + "\n")
+        manifest = require_manifest(folder)
+
+        def tell(outcomes: Sequence[Outcome]) -> None:
+            show_outcomes(outcomes, manifest.name, source, json_)
+
+        if device == "cuda":
+            from mhcgen.verify import on_cuda
+
+            outcomes = on_cuda.verify(folder, options, tell)
+        else:
+            from mhcgen.verify import on_cpu
+
+            cases = on_cpu.wanted_cases(folder, options)
+            with progress("verifying", len(cases)) as advance:
+                outcomes = on_cpu.verify(folder, cases, advance)
+    tell(outcomes)
     if not all(outcome.ok for outcome in outcomes):
         raise typer.Exit(1)
+
+
+def show_outcomes(
+    outcomes: Sequence[Outcome], name: str, source: Path, json_: Path | None
+) -> None:
+    """Shows what became of cases and writes it as JSON; of several ranks, the first."""
+    from mhcgen.verify import report, together
+
+    if together.global_rank() > 0:
+        return
+    report.show(outcomes, name, source)
+    if json_ is not None:
+        content = [outcome.as_json() for outcome in outcomes]
+        write_text(json_, json.dumps({"name": name, "cases": content}) + "\n")
+
+
+@app.command("bench")
+def bench_(
+    source: Annotated[Path, typer.Argument(metavar="SPEC_OR_PACKAGE")],
+    tokens: Annotated[
+        str, typer.Option(metavar="M,M,...", help="Sizes of calls.")
+    ] = "1,2,4,8,16,32,64",
+    compare: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="SPEC_OR_PACKAGE", help="Time this one, too; repeatable."),
+    ] = None,
+    json_: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write JSON there.")
+    ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="COLUMN",
+            help="Leave out nccl, one-shot, unfused or floor; repeatable.",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw a picture: .png, .svg or .html."),
+    ] = None,
+) -> None:
+    """Time packages on GPUs, beside NCCL, the unfused path and the floor.
+
+    On one GPU, which plays all ranks, or on one a rank: python -m
+    torch.distributed.run --nproc-per-node TP -m mhcgen bench ... The JSON of an earlier
+    run in the place of a package is shown and drawn again, without a GPU.
+    """
+    from mhcgen.bench import plot as picture
+    from mhcgen.bench import report as table
+    from mhcgen.bench.result import read_result
+
+    if plot is not None:
+        picture.check_format(plot)
+    if source.suffix == ".json":
+        if compare or json_:
+            raise MhcgenError(
+                f"{source} is a finished run: --compare and --json need a new one"
+            )
+        result = read_result(source)
+    else:
+        from mhcgen.bench.run import run
+
+        sizes = numbers(tokens)
+        with progress("timing", len(sizes)) as advance:
+            measured = run([source, *(compare or ())], sizes, without or (), advance)
+        if measured is None:
+            return
+        result = measured
+    table.show(result)
+    if json_ is not None:
+        write_text(json_, result.text())
+    if plot is not None:
+        picture.write_plot(result, plot)
+
+
+@app.command("tune")
+def tune_(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC")],
+    write: Annotated[
+        bool, typer.Option("--write", help="Write what won into the spec.")
+    ] = False,
+    budget: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1, help="Stop measuring after this.")
+    ] = 300,
+    tokens: Annotated[
+        str,
+        typer.Option(
+            metavar="M,M,...", help="Sizes of calls; those where winners may change."
+        ),
+    ] = "",
+) -> None:
+    """Find the cluster size and the token groups that serve a spec best on this GPU.
+
+    Starts like bench, on one GPU or on one a rank.
+    """
+    from mhcgen.bench.variants import tune
+    from mhcgen.spec_file import load_spec
+    from mhcgen.spec_writer import replace_file, with_target
+
+    plan = _load_plan(spec)
+    text = load_spec(spec).text
+    sizes = numbers(tokens) if tokens else None
+    tuned = tune(plan, sizes, budget)
+    if tuned is None:
+        return
+    tuned.show()
+    if write:
+        replace_file(spec, with_target(text, tuned.targets, tuned.arch, tuned.device))
+        print(f"{spec}: tuned for {tuned.arch}; run mhcgen build")
+    else:
+        print("not written: give --write")
+
+
+def numbers(text: str) -> list[int]:
+    """The sizes of calls in a list such as ``1,3,64``.
+
+    Raises:
+        MhcgenError: One is no number above 0.
+    """
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if not word.isdecimal() or int(word) < 1:
+            raise MhcgenError(
+                f"--tokens {text}: {word!r} is no number of tokens; give some such as "
+                "1,8,64"
+            )
+    return list(dict.fromkeys(map(int, words)))
 
 
 @app.command()
@@ -363,7 +517,7 @@ def matrix_(
         raise typer.Exit(1)
 
 
-def show_matrix(report: "Report") -> None:
+def show_matrix(report: Report) -> None:
     """Prints what became of a matrix."""
     show_table("Blocks", report.block_headers, report.blocks)
     if report.reasons:
@@ -390,6 +544,8 @@ def schema(
 
         text = matrix_schema_text()
     else:
+        from mhcgen.spec import schema_text
+
         text = schema_text()
     if output is None:
         print(text, end="")
@@ -438,6 +594,9 @@ def load_plans(paths: Iterable[Path], archs: Sequence[str]) -> list[Plan]:
 
 
 def _load_plan(path: Path) -> Plan:
+    from mhcgen.plan import make_plan
+    from mhcgen.spec_file import load_spec
+
     source = load_spec(path)
     try:
         return make_plan(source.spec)

@@ -15,7 +15,7 @@ from typing import Any
 
 from mhcgen import compile_worker
 from mhcgen.errors import MhcgenError
-from mhcgen.manifest import MANIFEST, KernelRow, read_manifest
+from mhcgen.manifest import MANIFEST, KernelRow, Manifest, read_manifest
 
 LOG_LINES = 12
 
@@ -112,11 +112,7 @@ def jobs_of(
     Raises:
         MhcgenError: The folder is no package, or not for one of the architectures.
     """
-    manifest = read_manifest(folder)
-    if manifest is None:
-        raise MhcgenError(
-            f"{folder} is no package made by mhcgen: it has no {MANIFEST} that says so"
-        )
+    manifest = require_manifest(folder)
     check_archs(manifest.name, archs, manifest.kernels)
     return [
         Job(
@@ -131,6 +127,20 @@ def jobs_of(
         if not archs or arch in archs
         for row in rows
     ]
+
+
+def require_manifest(folder: Path) -> Manifest:
+    """The manifest of a package.
+
+    Raises:
+        MhcgenError: The folder is no package.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise MhcgenError(
+            f"{folder} is no package made by mhcgen: it has no {MANIFEST} that says so"
+        )
+    return manifest
 
 
 def check_archs(name: str, archs: Collection[str], known: Collection[str]) -> None:

@@ -35,6 +35,7 @@ LOCAL = "local"  # the transport of one rank alone
 PUBLISH_THREADS = 128
 MAX_FN_AHEAD = 6  # octets of fn in flight while the projection reads it from L2
 MBARRIER_BYTES = 8
+ROUTING_REGISTERS = 250  # that two tokens of a boundary take to close routed sums
 FEW_TOKENS = 2  # whose pre-mix each lane of a boundary computes for itself
 MOST_AT_ONCE = 5  # fragments whose arrival a thread awaits together
 FEWEST_TOKENS = 4  # tokens a cluster that fn must leave room for in shared memory
@@ -90,6 +91,7 @@ class TokenGroup:
         shared_bytes: Shared memory of a block.
         launches: 1 where the boundary publishes itself, 2 where a launch before it
             does, or where there is nothing to publish.
+        finalizes: Whether a boundary that publishes itself closes routed sums, too.
     """
 
     max_tokens: int
@@ -97,6 +99,7 @@ class TokenGroup:
     at_once: int
     shared_bytes: int
     launches: int
+    finalizes: bool
 
 
 @dataclass(frozen=True)
@@ -265,6 +268,20 @@ class TargetPlan:
     def groups(self) -> tuple[int, ...]:
         """The distinct token groups, rising."""
         return tuple(sorted({row.group for row in self.token_groups}))
+
+    @property
+    def finalizing_groups(self) -> tuple[int, ...]:
+        """The distinct token groups of boundaries that close routed sums, rising."""
+        return tuple(sorted({row.group for row in self.token_groups if row.finalizes}))
+
+    @property
+    def finalizing_group(self) -> int:
+        """The largest token group whose boundary closes routed sums.
+
+        Each token takes registers for the rows of its experts, and the kernels of each
+        group take a while to compile.
+        """
+        return 2 if self.register_limit >= ROUTING_REGISTERS else 1
 
     @property
     def publishing_groups(self) -> tuple[int, ...]:
@@ -557,6 +574,11 @@ class Plan:
         if self.tp == 1:
             return (LOCAL,)
         return tuple(self.spec.parallel.transports)
+
+    @property
+    def finalizes_inside(self) -> bool:
+        """Whether boundaries that publish themselves also close routed sums."""
+        return self.spec.moe is not None and self.tp > 1
 
     @property
     def shared_expert(self) -> tuple[bool, ...]:
@@ -946,9 +968,10 @@ def projection_registers(plan: Plan, group: int) -> int:
     octets = -(-group // OCTET)
     totals = octets * plan.tiles * FRAGMENT_WORDS
     addresses = octets
-    return (
-        homes[plan.fn_home] * FRAGMENT_WORDS + totals + addresses + PROJECTION_REGISTERS
-    )
+    # With a carried pre-mix the tokens are collapsed before; measured on DSL 4.8.1.
+    collapsed = group * plan.trips * plan.lane_words + 4 if plan.delayed else 0
+    held = homes[plan.fn_home] * FRAGMENT_WORDS + collapsed
+    return held + totals + addresses + PROJECTION_REGISTERS
 
 
 def group_fault(target: TargetPlan, group: int) -> str | None:
@@ -1044,7 +1067,10 @@ def plan_group(
         launches = 1 if launches_fault(target, max_tokens, group) is None else 2
     at_once = fragments_at_once(plan, group, target.register_limit)
     shared_bytes = target.shared_bytes(group)
-    return TokenGroup(max_tokens, group, at_once, shared_bytes, launches)
+    finalizes = (
+        plan.finalizes_inside and launches == 1 and group <= target.finalizing_group
+    )
+    return TokenGroup(max_tokens, group, at_once, shared_bytes, launches, finalizes)
 
 
 def launches_fault(target: TargetPlan, max_tokens: int, group: int) -> str | None:

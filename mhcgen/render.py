@@ -56,11 +56,16 @@ class TemplateError(Exception):
     """The templates cannot make a package: a fault of mhcgen, not of the spec."""
 
 
-def render(plan: Plan) -> Files:
+def render(plan: Plan, formatting: bool = True) -> Files:
     """Renders the package of a plan.
 
     The resolved spec is what is rendered, so that the spec.yaml inside the package
     gives the identical package.
+
+    Args:
+        plan: The plan.
+        formatting: Whether the Python files are formatted, which needs ruff. Those that
+            are not are for a single run.
 
     Returns:
         The text of each file by its path in the package, sorted by path.
@@ -73,12 +78,17 @@ def render(plan: Plan) -> Files:
     header = header_of(plan, templates.sha256)
     files = templates.rendered(plan)
     files[PTX] = templates.ptx(files)
-    files = formatted(
-        {
-            path: f"{header}\n{text}" if path.suffix == ".py" else text
+    files = {
+        path: f"{header}\n{text}" if path.suffix == ".py" else text
+        for path, text in files.items()
+    }
+    if formatting:
+        files = formatted(files)
+    else:
+        files = {
+            path: used_imports(text) if path.suffix == ".py" else text
             for path, text in files.items()
         }
-    )
     files[RESOLVED_SPEC] = header + spec_yaml(plan.spec)
     files[MANIFEST] = Manifest(
         name=plan.name,
@@ -181,6 +191,13 @@ def kernel_rows(target: TargetPlan) -> tuple[KernelRow, ...]:
         (plan.boundary_name(group, transport), group)
         for group in target.publishing_groups
         for transport in plan.transports
+    ]
+    boundaries += [
+        (f"boundary_{group}_finalize_{dtype}{'_shared' * shared}_{transport}", group)
+        for group in target.finalizing_groups
+        for transport in plan.transports
+        for dtype in (moe.weight_dtypes if moe else ())
+        for shared in plan.shared_expert
     ]
     rows += [
         KernelRow(name, size, threads, target.shared_bytes(group), group)
@@ -386,6 +403,24 @@ def ptx_names(path: PurePosixPath, text: str) -> set[str]:
         and isinstance(node.value, ast.Name)
         and node.value.id == PTX.stem
     }
+
+
+def used_imports(text: str) -> str:
+    """A module without the names that it imports from its package and never uses.
+
+    Templates import all that some plan uses; not every plan's modules define it.
+    """
+    module = ast.parse(text)
+    used = {node.id for node in ast.walk(module) if isinstance(node, ast.Name)}
+    # Such as the names in __all__.
+    used |= {str(n.value) for n in ast.walk(module) if isinstance(n, ast.Constant)}
+    lines = text.splitlines(keepends=True)
+    for node in reversed(module.body):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            node.names = [each for each in node.names if each.name in used]
+            statement = [f"{ast.unparse(node)}\n"] if node.names else []
+            lines[node.lineno - 1 : node.end_lineno] = statement
+    return "".join(lines)
 
 
 def formatted(files: Files) -> Files:

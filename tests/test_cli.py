@@ -18,6 +18,7 @@ from resource import RUSAGE_CHILDREN, getrusage
 import pytest
 
 from mhcgen import __version__, cli
+from mhcgen import render as rendering
 from mhcgen.manifest import read_manifest
 from mhcgen.plan import Plan
 from mhcgen.resources import resource
@@ -386,7 +387,7 @@ def test_package_that_does_not_compile_is_not_installed(
 ) -> None:
     built(run, GLM53)
     before = {p: p.read_bytes() for p in (tmp_path / "generated").rglob("*.*")}
-    render = cli.render
+    render = rendering.render
 
     def broken(plan: Plan) -> dict[object, str]:
         files = render(plan)
@@ -395,7 +396,7 @@ def test_package_that_does_not_compile_is_not_installed(
             for path, text in files.items()
         }
 
-    monkeypatch.setattr(cli, "render", broken)
+    monkeypatch.setattr(rendering, "render", broken)
     result = run("build", GLM53)
     assert (result.code, result.out) == (1, "")
     assert re.match(r"glm53: \w+ does not compile for sm_\w+:\n", result.err)

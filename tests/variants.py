@@ -87,7 +87,8 @@ VARIANTS = (
     variant(
         "ends_by_head",
         hidden=2056,
-        tp=8,
+        hc=2,
+        tp=4,
         precision=FP32,
         norm_weight="plus_one",
         ends={"entry": True, "exit": "sigmoid"},

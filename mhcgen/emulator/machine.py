@@ -166,7 +166,9 @@ class Machine:
         self.memory = memory
         self.delays = delays
         self.executed = 0
-        self.polled_version = -1
+        self._polls = False  # whether any thread may be polling
+        self._polled_version = -1
+        self._idle = True  # no thread is ready; where it is false, some may be
 
         self.cluster_blocks = geometry.cluster_blocks
         self.padded = -(-geometry.block // WARP) * WARP
@@ -211,22 +213,38 @@ class Machine:
         """Whether every thread has exited."""
         return not self.live.any()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether any thread can go on."""
+        if not self._idle:
+            self._idle = not (self.status == READY).any()
+        return not self._idle
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether threads poll, and memory has changed since."""
+        return self._polls and self._polled_version != self.memory.version
+
     def start(self, blocks: Array) -> None:
         """Lets some blocks run."""
         self.started[blocks] = True
         now = self.started[self.block_of] & (self.status == UNSTARTED)
         self.status[now] = READY
+        self._idle = False
 
     def wake_polls(self) -> bool:
         """Lets threads that poll look at memory again; whether there were any."""
         polling = self.status == POLLING
         self.status[polling] = READY
+        self._polls = False
+        self._idle = False
         return bool(polling.any())
 
     def _wake_block(self, block: int) -> None:
         """Lets those threads of a block look again that poll an mbarrier."""
         polling = (self.status == POLLING) & (self.block_of == block)
         self.status[polling] = READY
+        self._idle = False
 
     def pass_grid_wait(self) -> None:
         """Lets threads go on whose launch need not wait any more."""
@@ -239,6 +257,7 @@ class Machine:
         """Lets threads that waited continue behind their instruction."""
         self.status[threads] = READY
         self.pc[threads] += 1
+        self._idle = False
 
     def run(self, allowed: Array | None = None, budget: int = NEVER) -> int:
         """Executes until nothing allowed is ready or the budget is used up.
@@ -331,7 +350,8 @@ class Machine:
         self.pc[taken] = operation.target
         if operation.polls:
             self.status[taken] = POLLING
-            self.polled_version = self.memory.version
+            self._polls = True
+            self._polled_version = self.memory.version
 
     def waits_for(self, thread: int) -> str:
         """What a thread that cannot go on waits for."""

@@ -28,7 +28,6 @@ TENSOR_BYTES = 128 << 20
 """Memory of a rank for the tensors of its calls."""
 
 MODULES = (
-    "grouped_boundary",
     "boundary",
     "publish",
     "finalize",
@@ -135,7 +134,7 @@ def load_package(folder: Path, arch: str, ptx: Path) -> EmulatedPackage:
     host = {
         module: host_code((folder / f"{module}.py").read_text("utf-8"))
         for module in MODULES
-        if (folder / f"{module}.py").exists()
+        if any(name.startswith(module) for name in programs)
     }
     return EmulatedPackage(plan_of(folder), arch, programs, host)
 
@@ -201,11 +200,14 @@ class Head:
 
 @dataclass(frozen=True)
 class Output:
-    """What a boundary returns; ``stream_mean`` where the package has it."""
+    """What a boundary returns; ``stream_mean`` where the package has it.
+
+    ``mix`` is what it hands to a mixes kernel, where there is one.
+    """
 
     streams: Streams
     layer_input: Tensor
-    mix: Tensor
+    mix: Tensor | None
     stream_mean: Tensor | None
 
 
@@ -216,7 +218,7 @@ class Routed:
     gemm2_permuted: Tensor
     expert_weights: Tensor
     expanded_idx_to_permuted_idx: Tensor
-    shared_output: Tensor | None
+    shared_output: Tensor | None = None
 
 
 class EmulatedRanks:
@@ -383,10 +385,13 @@ class EmulatedRanks:
 
     def publish_finalize(self, routed: Routed) -> None:
         """Publishes the sums of each rank's routed rows."""
+        name = self._finalize_name(routed)
+        self._publish(name, routed.expert_weights.shape[0], vars(routed))
+
+    def _finalize_name(self, routed: Routed) -> str:
         dtype = "bf16" if routed.expert_weights.dtype == BF16 else "fp32"
         shared = "_shared" if routed.shared_output else ""
-        name = f"finalize_{dtype}{shared}_{self.transport}"
-        self._publish(name, routed.expert_weights.shape[0], vars(routed))
+        return f"finalize_{dtype}{shared}_{self.transport}"
 
     def _publish(
         self, name: str, tokens: int, arguments: Mapping[str, Tensor | None]
@@ -403,11 +408,43 @@ class EmulatedRanks:
 
     def consume(self, streams: Streams, weights: Weights) -> Output:
         """Takes what was published through the boundary."""
+        launch = self.target.boundary_launch(streams.residual.shape[0])
+        return self._boundary(launch, streams, weights, self._source())
+
+    def publishes(self, tokens: int, routed: bool = False) -> bool:
+        """Whether a boundary of ``tokens`` tokens can publish them itself.
+
+        Args:
+            tokens: M.
+            routed: Whether they are sums that it would have to close.
+        """
+        row = self.target.token_group(tokens)
+        alone = self.transport == LOCAL
+        return not alone and (row.finalizes if routed else row.launches == 1)
+
+    def call(self, x: Tensor | Routed, streams: Streams, weights: Weights) -> Output:
+        """Takes rows, or sums of routed rows, through a boundary that publishes."""
+        self.join()
         tokens = streams.residual.shape[0]
-        outputs = self._outputs(tokens)
-        boundary = self.target.boundary_launch(tokens)
-        given = {**vars(streams), **vars(weights), **self._source()}
-        self._launch(boundary.kernel, boundary, self._main, given | outputs)
+        self._arm(tokens)
+        if isinstance(x, Routed):
+            publishes, given = self._finalize_name(x), vars(x)
+        else:
+            publishes, given = self.transport, {"x": x}
+        launch = self.target.boundary_launch(tokens, publishes)
+        source = {**self._source(), **given, "mailboxes": self._mailboxes}
+        return self._boundary(launch, streams, weights, source)
+
+    def _boundary(
+        self,
+        launch: Launch,
+        streams: Streams,
+        weights: Weights,
+        source: Mapping[str, Tensor | None],
+    ) -> Output:
+        outputs = self._outputs(streams.residual.shape[0], self.plan.tail)
+        given = {**vars(streams), **vars(weights), **source}
+        self._launch(launch.kernel, launch, self._main, given | outputs)
         return self._mixes(weights, outputs)
 
     def entry(self, hidden: Tensor, weights: Weights) -> Output:
@@ -438,37 +475,41 @@ class EmulatedRanks:
     def _source(self) -> dict[str, Tensor | None]:
         """Where a consumer finds what was published."""
         if self._rows is None:
-            return {"mailbox": self._mailbox, "state": self._state}
+            mailbox, state = self._mailbox, self._state
+            unused = dict.fromkeys(["x", "mailboxes", *Routed.__annotations__])
+            return {**unused, "mailbox": mailbox, "state": state}
         return {"x": self._rows}
 
-    def _outputs(self, tokens: int) -> dict[str, Tensor | None]:
-        """Memory for what a boundary writes."""
-        plan, kind = self.plan, self.activation
+    def _outputs(self, tokens: int, tail: bool = False) -> dict[str, Tensor | None]:
+        """Memory for what a boundary writes; with a tail, the next mixes, too."""
+        plan, kind, f4 = self.plan, self.activation, np.dtype("f4")
         means = (tokens, plan.hidden) if plan.stream_mean else None
+        pre = (tokens, plan.hc) if plan.delayed else None
         return {
             "new_residual": self._empty(
                 "new_residual", kind, (tokens, plan.hc, plan.hidden)
             ),
-            "mix": self._mix.first(tokens),
+            "new_post": self._empty("new_post", f4, (tokens, plan.hc, 1)),
+            "new_comb": self._empty("new_comb", f4, (tokens, plan.hc, plan.hc)),
+            "new_pre": self._empty("new_pre", f4, pre) if pre else None,
+            "mix": None if tail else self._mix.first(tokens),
             "layer_input": self._empty("layer_input", kind, (tokens, plan.hidden)),
             "stream_mean": self._empty("stream_mean", kind, means) if means else None,
         }
 
     def _mixes(self, weights: Weights, outputs: Mapping[str, Tensor | None]) -> Output:
-        """Launches the mixes on the side streams, behind what the main ones do."""
-        residual, mix = outputs["new_residual"], outputs["mix"]
-        layer_input = outputs["layer_input"]
-        assert residual and mix and layer_input
-        plan, tokens, f4 = self.plan, mix.shape[0], np.dtype("f4")
-        post = self._empty("new_post", f4, (tokens, plan.hc, 1))
-        comb = self._empty("new_comb", f4, (tokens, plan.hc, plan.hc))
-        pre = self._empty("new_pre", f4, (tokens, plan.hc)) if plan.delayed else None
-        for main, side in zip(self._main, self._side, strict=True):
-            side.wait_for(main)
-        launch = self.target.mixes_launch(tokens)
-        given = {"mix": mix, "scale": weights.scale, "base": weights.base}
-        written = {"post": post, "comb": comb, "pre": pre}
-        self._launch("mixes", launch, self._side, {**given, **written})
+        """Launches the mixes on the side streams, unless a tail computes them."""
+        residual, layer_input = outputs["new_residual"], outputs["layer_input"]
+        post, comb = outputs["new_post"], outputs["new_comb"]
+        pre, mix = outputs["new_pre"], outputs["mix"]
+        assert residual and layer_input and post and comb
+        if mix:
+            for main, side in zip(self._main, self._side, strict=True):
+                side.wait_for(main)
+            launch = self.target.mixes_launch(mix.shape[0])
+            given = {"mix": mix, "scale": weights.scale, "base": weights.base}
+            written = {"post": post, "comb": comb, "pre": pre}
+            self._launch("mixes", launch, self._side, {**given, **written})
         streams = Streams(residual, post, comb, pre)
         return Output(streams, layer_input, mix, outputs["stream_mean"])
 

@@ -25,7 +25,6 @@ from mhcgen.emulator.errors import DeadlockError
 from mhcgen.emulator.instructions import WARP
 from mhcgen.emulator.machine import (
     NEVER,
-    READY,
     WAITS_FOR,
     Geometry,
     Grid,
@@ -210,10 +209,11 @@ class _Temper:
     def __init__(self, seed: int) -> None:
         self.rng = rng = np.random.default_rng(seed)
         self._reach = rng.choice([3, 6, 10, 13])
-        self._scopes = rng.dirichlet([1, 1, 1, 1, 0.3])
+        self._scopes = np.cumsum(rng.dirichlet([1, 1, 1, 1, 0.3]))
         self._landing = rng.choice([0.02, 0.2, 0.6])
         self._starting = rng.choice([0.05, 0.5, 1.0])
         self._holding = rng.choice([0.0, 0.02, 0.2])
+        self._overtaking = rng.choice([0.0, 0.5, 0.95])
 
     def lands(self) -> bool:
         """Whether some stores land now."""
@@ -232,6 +232,12 @@ class _Temper:
         count = self.rng.integers(ranks)
         return {*self.rng.permutation(ranks)[:count].tolist()}
 
+    def pick(self, count: int) -> int:
+        """Which of some machines runs: any, or the one launched last."""
+        if self.rng.random() < self._overtaking:
+            return count - 1
+        return int(self.rng.integers(count))
+
     def budget(self) -> int:
         """How many operations a slice takes at most."""
         return int(2 ** self.rng.uniform(0, self._reach))
@@ -239,8 +245,8 @@ class _Temper:
     def threads(self, machine: Machine) -> Array:
         """Which threads of a machine run in a slice."""
         rng = self.rng
-        share = rng.choice([0.1, 0.5, 0.9])
-        match rng.choice(5, p=self._scopes):
+        share = (0.1, 0.5, 0.9)[rng.integers(3)]
+        match np.searchsorted(self._scopes, rng.random(), "right"):
             case 0:
                 return np.ones(machine.threads, bool)
             case 1:
@@ -398,21 +404,23 @@ class World:
             Whether there was a place for any cluster, wanted or not.
         """
         size = crew.machine.cluster_blocks
-        waiting = []
+        grids = crew.machine.grid_of_cluster[crew.clusters]
+        admitted = np.zeros(crew.clusters.size, bool)
         possible = False
-        for cluster, is_wanted in zip(crew.clusters, wanted, strict=True):
-            launch = crew.launches[crew.machine.grid_of_cluster[cluster]]
-            if self.resident[launch.rank] + size > self.room or not launch.may_start:
-                waiting.append(cluster)
+        for index, launch in enumerate(crew.launches):
+            places = (self.room - self.resident[launch.rank]) // size
+            if places < 1 or not launch.may_start:
                 continue
-            possible = True
-            if not is_wanted:
-                waiting.append(cluster)
-                continue
-            self.resident[launch.rank] += size
-            blocks = np.arange(cluster * size, (cluster + 1) * size)
+            mine = grids == index
+            possible |= bool(mine.any())
+            now = np.flatnonzero(wanted & mine)[:places]
+            admitted[now] = True
+            self.resident[launch.rank] += size * now.size
+        if admitted.any():
+            first = crew.clusters[admitted] * size
+            blocks = (first[:, None] + np.arange(size)).ravel()
             crew.blocks = np.concatenate([crew.blocks, blocks])
-        crew.clusters = np.array(waiting, np.int64)
+            crew.clusters = crew.clusters[~admitted]
         return possible
 
     def _settle(self) -> bool:
@@ -437,7 +445,7 @@ class World:
         """Lets polls look again if memory has changed since."""
         woken = False
         for crew in self._crews:
-            if crew.machine.polled_version != self.memory.version:
+            if crew.machine.is_stale:
                 woken |= crew.machine.wake_polls()
         return woken
 
@@ -454,21 +462,21 @@ class World:
             self._held_back = temper.held_back(len(self.resident))
         candidates = []
         for crew in self._crews:
-            moved |= self._start_some(crew, temper)
+            if crew.blocks.size or (crew.clusters.size and crew.refused != self.epoch):
+                moved |= self._start_some(crew, temper)
             machine = crew.machine
             if machine.mbarriers.in_flight:
                 moved = True
                 if temper.lands():
                     machine.land_stores(temper.rng)
-            stale = machine.polled_version != self.memory.version
-            if stale and temper.rng.random() < 0.3:
+            if machine.is_stale and temper.rng.random() < 0.3:
                 machine.wake_polls()
-            if (machine.status == READY).any():
+            if machine.is_ready:
                 candidates.append(machine)
         if not candidates:
             self._held_back = set()
             return moved
-        machine = candidates[temper.rng.integers(len(candidates))]
+        machine = candidates[temper.pick(len(candidates))]
         allowed = temper.threads(machine)
         for index, grid in enumerate(machine.grids):
             if grid.rank in self._held_back:
@@ -514,7 +522,7 @@ class World:
                 for a, b in zip(after, before, strict=True)
                 if a is not None
             )
-            moved |= bool((machine.status == READY).any())
+            moved |= machine.is_ready
         if not moved and not self._settle():
             raise DeadlockError("\n".join(self._report()))
 

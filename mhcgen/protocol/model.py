@@ -2,7 +2,8 @@
 
 Kernels are straight-line code, so what a program order, a barrier or a dependency
 between kernels demands is the same in every run: the events that come first. Only polls
-depend on memory. A state is the set of events that have happened, and memory.
+depend on memory, and starts of clusters where not all can run at once. A state is the
+set of events that have happened, and memory.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from itertools import product
 from mhcgen.protocol.steps import (
     EMPTY,
     Arrive,
+    Enter,
     Finish,
     Land,
+    Leave,
     Poll,
     ReadGeneration,
     ReadInput,
@@ -24,6 +27,8 @@ from mhcgen.protocol.steps import (
     Step,
     WriteInput,
 )
+
+NOBODY = -1  # no count of a block
 
 
 class Engine(StrEnum):
@@ -52,17 +57,21 @@ class Protocol:
         generations: Stages of the mailbox.
         publish_waits: Publish waits (``griddepcontrol.wait``) before it reads anything.
         publish_triggers_late: Publish triggers after its wait, not before.
-        boundary_waits: The boundary waits just before it ends.
+        boundary_waits: A boundary that consumes waits just before it ends.
+        publishing_boundary_waits: A boundary that publishes waits before it reads
+            anything.
+        boundary_publishes_late: It publishes after that wait, not before.
         lanes_meet: The lanes of a fragment meet between their reads and the re-arm.
         rearm_ahead: Generations from the consumed one to the one that is re-armed.
         rearm_in_time: Re-arming is done when the boundary completes, not only when the
             next boundary does.
         rearm_partial_group: A last group with fewer tokens is re-armed like others.
         sanitize: Publish replaces -0.0.
-        last_advances: The last cluster to arrive advances the generation, not the
+        last_advances: The last block to be counted advances the generation, not the
             first.
-        clusters_meet: The blocks of a cluster meet before it arrives.
-        fixed_total: The first call's number of clusters is the total of every call.
+        advances_at_end: It does so when it ends, not when it is counted.
+        warps_meet: The warps of a block meet before it counts itself.
+        fixed_total: The first call's number of blocks is the total of every call.
         captured_calls: If not 0, the generation is a host scalar, captured in a graph
             of so many calls that is replayed.
     """
@@ -71,13 +80,16 @@ class Protocol:
     publish_waits: bool = True
     publish_triggers_late: bool = True
     boundary_waits: bool = True
+    publishing_boundary_waits: bool = True
+    boundary_publishes_late: bool = True
     lanes_meet: bool = True
     rearm_ahead: int = 0
     rearm_in_time: bool = True
     rearm_partial_group: bool = True
     sanitize: bool = True
     last_advances: bool = True
-    clusters_meet: bool = True
+    advances_at_end: bool = True
+    warps_meet: bool = True
     fixed_total: bool = False
     captured_calls: int = 0
 
@@ -100,6 +112,10 @@ class Instance:
         engine: The kernel between two boundaries.
         joined: The mixes of each call are joined before the next publish.
         last_rank_tokens: M of each call on the last rank, if it differs.
+        launches: Of each call: 1 where the boundary publishes, 2 where a launch before
+            it does; if empty, always 2.
+        room: Clusters that a device runs at once, in any order; if 0, all.
+        in_order: With room, they start in the order of their numbers.
     """
 
     tokens: tuple[int, ...]
@@ -110,6 +126,13 @@ class Instance:
     engine: Engine = Engine.NONE
     joined: bool = False
     last_rank_tokens: tuple[int, ...] = ()
+    launches: tuple[int, ...] = ()
+    room: int = 0
+    in_order: bool = False
+
+    def launches_of(self, call: int) -> int:
+        """The launches of a call."""
+        return self.launches[call] if self.launches else 2
 
     def tokens_of(self, rank: int) -> tuple[int, ...]:
         """M of each call on a rank."""
@@ -123,6 +146,11 @@ class Instance:
         parts = [f"{ranks}, M {' '.join(map(str, self.tokens))}"]
         if self.last_rank_tokens:
             parts.append(f"on the last {' '.join(map(str, self.last_rank_tokens))}")
+        if self.launches:
+            parts.append(f"launches {' '.join(map(str, self.launches))}")
+        if self.room:
+            order = " in order" if self.in_order else ""
+            parts.append(f"room for {self.room}{order}")
         if self.blocks > 1:
             parts.append(f"{self.blocks} blocks")
         if self.group > 1:
@@ -167,6 +195,49 @@ class Kernel:
 
     triggered: int = 0
     complete: int = 0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What a boundary waits for, as masks.
+
+    Attributes:
+        start: Before it starts.
+        ready: Before it reads what other kernels wrote.
+        sends: Before it publishes; None if it does not.
+        waited: Before a block ends.
+    """
+
+    start: int
+    ready: int
+    sends: int | None
+    waited: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A boundary of a call.
+
+    Attributes:
+        call: The call.
+        timing: What it waits for.
+        total: Its blocks, as they are counted.
+        residual: The cell that counts those that have ended.
+    """
+
+    call: int
+    timing: Timing
+    total: int
+    residual: int
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Masks of a cluster's events: its start, its blocks' ends and re-arms."""
+
+    entered: int
+    ended: int
+    rearmed: int
 
 
 @dataclass(frozen=True)
@@ -239,12 +310,16 @@ class Model:
             ),
             arrivals=self._cell(0, 0, f"rank {rank}'s count of arrivals is wrong"),
             x=self._cell(0, None),
+            running=self._cell(0, 0, f"rank {rank} has clusters that run"),
         )
         before = Kernel()
         mixed = 0
         for call, m in enumerate(calls):
-            publish = self._publish(state, call, m, before, mixed)
-            before = self._boundary(state, call, calls, publish)
+            if self.instance.launches_of(call) == 1:
+                before = self._publishing_boundary(state, call, calls, before, mixed)
+            else:
+                publish = self._publish(state, call, m, before, mixed)
+                before = self._consuming_boundary(state, call, calls, publish)
             if self.instance.joined:
                 mixed = before.complete
             if self.instance.engine != Engine.NONE:
@@ -266,7 +341,6 @@ class Model:
         start = before.triggered | mixed
         waited = start | before.complete
         ready = waited if rules.publish_waits else start
-        generation = rules.generation(call)
         own_x = self.instance.engine in (Engine.NONE, Engine.BYSTANDER)
         get = Step() if own_x else ReadInput(state.x, call)
         done = before.complete if rules.publish_waits else 0
@@ -275,77 +349,198 @@ class Model:
             known = self._read_generation(place, state, call, ready)
             sent = self._add(place, call, "reads x and sends the row", known, get)
             done |= sent
-            zero = not rules.sanitize and (rank, call, token, block) == (0, 0, 0, 0)
             for owner in range(self.instance.ranks):
-                slot = self._slot(owner, generation, rank, token, block)
-                text = f"the row lands in rank {owner}'s mailbox"
-                if zero:
-                    text += ", and holds -0.0"
-                self._add(place, call, text, sent, Land(slot, call, zero))
+                self._land(rank, place, call, token, block, owner, sent)
         late = rules.publish_waits and rules.publish_triggers_late
         return Kernel(triggered=waited if late else start, complete=done)
 
-    def _boundary(
+    def _consuming_boundary(
         self, state: RankState, call: int, calls: tuple[int, ...], publish: Kernel
     ) -> Kernel:
-        """The boundary: a cluster for each group of tokens."""
+        """A boundary behind a publish: it reads at once, and waits before it ends."""
+        waited = publish.complete if self.protocol.boundary_waits else 0
+        start = publish.triggered
+        return self._boundary(state, call, calls, Timing(start, start, None, waited))
+
+    def _publishing_boundary(
+        self,
+        state: RankState,
+        call: int,
+        calls: tuple[int, ...],
+        before: Kernel,
+        mixed: int,
+    ) -> Kernel:
+        """A boundary that publishes: it waits, publishes and goes on."""
+        rules = self.protocol
+        start = before.triggered | mixed
+        done = before.complete if rules.publishing_boundary_waits else 0
+        sends = start | done if rules.boundary_publishes_late else start
+        return self._boundary(
+            state, call, calls, Timing(start, start | done, sends, done)
+        )
+
+    def _boundary(
+        self, state: RankState, call: int, calls: tuple[int, ...], timing: Timing
+    ) -> Kernel:
+        """A boundary: a cluster for each group of tokens."""
         rules, group = self.protocol, self.instance.group
-        m = calls[call]
-        clusters = -(-m // group)
-        total = -(-calls[0] // group) if rules.fixed_total else clusters
-        residual = self._cell(0, clusters, f"rank {state.rank} lacks outputs")
-        waited = publish.complete if rules.boundary_waits else 0
-        ended, rearmed = waited, 0
+        m, blocks = calls[call], self.instance.blocks
+        counted = calls[0] if rules.fixed_total else m
+        written = -(-m // group) * blocks
+        residual = self._cell(0, written, f"rank {state.rank} lacks outputs")
+        launch = Launch(call, timing, -(-counted // group) * blocks, residual)
+        triggered, ended, rearmed = timing.start, timing.waited, 0
+        entered = 0
         for first in range(0, m, group):
             tokens = range(first, min(first + group, m))
-            met = 0
-            for token, block in product(tokens, range(self.instance.blocks)):
-                polled = self._poll(state, call, token, block, publish)
-                if block == 0 or rules.clusters_meet:
-                    met |= union(polled)
-                ended |= union(polled)
-                if len(tokens) == group or rules.rearm_partial_group:
-                    rearmed |= self._rearm(state.rank, call, token, block, polled)
-            place = (
-                f"rank {state.rank}, call {call}, boundary, cluster {first // group}"
-            )
-            number = self._cell(0, None)
-            arrive = Arrive(state.arrivals, number, total - 1)
-            arrived = self._add(place, call, "counts its arrival", met, arrive)
-            finish = Finish(
-                number,
-                chosen=total - 1 if rules.last_advances else 0,
-                generation=state.generation,
-                following=rules.generation(call + 1),
-                residual=residual,
-            )
-            text = "ends, and advances the generation if that falls to it"
-            ended |= self._add(place, call, text, arrived | waited, finish)
+            cluster = self._cluster(state, launch, tokens, entered)
+            entered = cluster.entered
+            triggered |= entered
+            ended |= cluster.ended
+            rearmed |= cluster.rearmed
         if rules.rearm_in_time:
             ended |= rearmed
         else:
             ended |= state.rearming
             state.rearming = rearmed
-        state.residual, state.clusters = residual, clusters
-        return Kernel(triggered=publish.triggered, complete=ended)
+        state.residual, state.blocks = residual, written
+        return Kernel(triggered=triggered, complete=ended)
 
-    def _poll(
-        self, state: RankState, call: int, token: int, block: int, publish: Kernel
-    ) -> list[int]:
-        """The polls of a fragment's lanes, in lane order."""
-        generation = self.protocol.generation(call)
-        polls = []
-        for lane in range(self.instance.ranks * self.instance.readers):
-            source = lane % self.instance.ranks
-            place = self._lane(state.rank, call, token, block, lane)
-            known = self._read_generation(
-                place, state, call, publish.triggered, state.residual
+    def _cluster(
+        self, state: RankState, launch: Launch, tokens: range, before: int
+    ) -> Cluster:
+        """The blocks of a cluster; ``before`` is the start of the one before."""
+        rules, call = self.protocol, launch.call
+        number = tokens[0] // self.instance.group
+        place = f"rank {state.rank}, call {call}, boundary, cluster {number}"
+        entered = launch.timing.start
+        if self.instance.room:
+            entered |= before if self.instance.in_order else 0
+            enter = Enter(state.running, self.instance.room)
+            entered = self._add(place, call, "starts", entered, enter)
+        counts, turns, polled, rearmed = [], [], 0, 0
+        for block in range(self.instance.blocks):
+            lanes = [
+                (token, *self._lanes(state, launch, token, block, entered))
+                for token in tokens
+            ]
+            knows = [known for _, knows, _ in lanes for known in knows]
+            turns.append(self._cell(0, None))
+            counts.append(
+                self._add(
+                    f"{place}, block {block}",
+                    call,
+                    "counts itself",
+                    union(knows) if rules.warps_meet else knows[0],
+                    self._arrive(state, launch, turns[-1]),
+                )
             )
+            for token, _, polls in lanes:
+                polled |= union(polls)
+                if len(tokens) == self.instance.group or rules.rearm_partial_group:
+                    rearmed |= self._rearm(state.rank, call, token, block, polls)
+        ended = 0
+        for block, (count, turn) in enumerate(zip(counts, turns, strict=True)):
+            ended |= self._add(
+                f"{place}, block {block}",
+                call,
+                "ends, and advances the generation if that falls to it",
+                # A block waits for the sums of its cluster, and so for all its polls.
+                count | polled | launch.timing.waited,
+                Finish(
+                    turn,
+                    state.generation,
+                    rules.generation(call + 1),
+                    launch.residual,
+                ),
+            )
+        if self.instance.room:
+            gone = Leave(state.running)
+            self._add(place, call, "is gone", ended | rearmed, gone)
+        return Cluster(entered, ended, rearmed)
+
+    def _arrive(self, state: RankState, launch: Launch, turn: int) -> Arrive:
+        """How a block counts itself."""
+        rules, last = self.protocol, launch.total - 1
+        if rules.advances_at_end:
+            chosen = last if rules.last_advances else 0
+            return Arrive(state.arrivals, turn, last, chosen)
+        following = rules.generation(launch.call + 1)
+        return Arrive(state.arrivals, turn, last, NOBODY, (state.generation, following))
+
+    def _lanes(
+        self,
+        state: RankState,
+        launch: Launch,
+        token: int,
+        block: int,
+        entered: int,
+    ) -> tuple[list[int], list[int]]:
+        """The lanes of a fragment: each reads the generation, sends and polls.
+
+        Returns:
+            The events by which each knows the generation, and the polls.
+        """
+        rules, ranks = self.protocol, self.instance.ranks
+        call, timing = launch.call, launch.timing
+        generation = rules.generation(call)
+        knows, polls = [], []
+        for lane in range(ranks * self.instance.readers):
+            place = self._lane(state.rank, call, token, block, lane)
+            ready = entered | timing.ready
+            if timing.sends is not None and lane < ranks:
+                early = entered | timing.sends
+                residual = state.residual if rules.boundary_publishes_late else None
+                known = self._read_generation(place, state, call, early, residual)
+                knows.append(known)
+                known |= self._send(state, place, call, token, block, lane, known)
+                known |= ready
+            else:
+                known = self._read_generation(place, state, call, ready, state.residual)
+                knows.append(known)
+            source = lane % ranks
             poll = Poll(self._slot(state.rank, generation, source, token, block), call)
             polls.append(
                 self._add(place, call, f"reads rank {source}'s row", known, poll)
             )
-        return polls
+        return knows, polls
+
+    def _send(
+        self,
+        state: RankState,
+        place: str,
+        call: int,
+        token: int,
+        block: int,
+        owner: int,
+        known: int,
+    ) -> int:
+        """A lane of a boundary sends its fragment to one rank."""
+        own_x = self.instance.engine in (Engine.NONE, Engine.BYSTANDER)
+        get = Step() if own_x else ReadInput(state.x, call)
+        text = f"reads x and sends the row to rank {owner}"
+        sent = self._add(place, call, text, known, get)
+        self._land(state.rank, place, call, token, block, owner, sent)
+        return sent
+
+    def _land(
+        self,
+        rank: int,
+        place: str,
+        call: int,
+        token: int,
+        block: int,
+        owner: int,
+        sent: int,
+    ) -> None:
+        """A row that was sent lands in the mailbox of a rank, at any time."""
+        zero = not self.protocol.sanitize and (rank, call, token, block) == (0, 0, 0, 0)
+        generation = self.protocol.generation(call)
+        slot = self._slot(owner, generation, rank, token, block)
+        text = f"the row lands in rank {owner}'s mailbox"
+        if zero:
+            text += ", and holds -0.0"
+        self._add(place, call, text, sent, Land(slot, call, zero))
 
     def _rearm(
         self, rank: int, call: int, token: int, block: int, polls: list[int]
@@ -390,7 +585,7 @@ class Model:
         if self.protocol.captured_calls:
             return ready
         generation = self.protocol.generation(call)
-        read = ReadGeneration(state.generation, generation, residual, state.clusters)
+        read = ReadGeneration(state.generation, generation, residual, state.blocks)
         return self._add(place, call, "reads the generation", ready, read)
 
     def _part(self, token: int, block: int) -> str:
@@ -413,9 +608,9 @@ class RankState:
         generation: The cell of the generation.
         arrivals: The cell of the count of arrivals.
         x: The cell of x.
-        residual: The cell that counts the clusters of the last boundary that have
-            ended.
-        clusters: How many it has.
+        running: The cell that counts the clusters that run.
+        residual: The cell that counts the blocks of the last boundary that have ended.
+        blocks: How many it has.
         rearming: Re-arms of the last boundary that the next one completes.
     """
 
@@ -423,8 +618,9 @@ class RankState:
     generation: int
     arrivals: int
     x: int
+    running: int
     residual: int | None = None
-    clusters: int = 0
+    blocks: int = 0
     rearming: int = 0
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from mhcgen.protocol.model import Model, bits, union
-from mhcgen.protocol.steps import Land, ReadGeneration
+from mhcgen.protocol.steps import ReadGeneration
 
 State = tuple[int, bytes]  # the events that have happened, as a mask, and memory
 
@@ -61,7 +61,7 @@ class Moment:
     Attributes:
         happened: Events that have happened.
         enabled: Events that can happen.
-        waiting: Polls to come whose row has not arrived now.
+        waiting: Polls to come whose row has not arrived now, and clusters without room.
     """
 
     happened: int
@@ -73,7 +73,7 @@ class Search:
     """The relations between the events of one model."""
 
     def __init__(self, model: Model) -> None:
-        """Derives who conflicts with whom, and who may let a poll go on."""
+        """Derives who conflicts with whom, and who may let another go on."""
         self.model = model
         self.steps = [event.step for event in model.events]
         self.requires = [event.requires for event in model.events]
@@ -89,13 +89,9 @@ class Search:
             | union(readers[cell] for cell in step.writes)
             for step in self.steps
         ]
-        stores = union(
-            1 << index
-            for index, step in enumerate(self.steps)
-            if isinstance(step, Land)
-        )
+        wakers = union(1 << index for index, s in enumerate(self.steps) if s.wakes)
         self.wakers = [
-            union(writers.get(cell, 0) for cell in step.reads) & stores
+            union(writers.get(cell, 0) for cell in (*step.reads, *step.writes)) & wakers
             for step in self.steps
         ]
         self.everything = (1 << len(self.steps)) - 1
@@ -170,7 +166,7 @@ class Search:
         """Whether an event has to wait for one inside.
 
         It requires one, or it requires (or is) a poll that only stores can wake which
-        are inside or require one.
+        are inside or require one; or a start of a cluster, that only others' ends can.
         """
         ahead = self.requires[index] & ~now.happened
         if ahead & inside:

@@ -25,6 +25,11 @@ class Step:
         """Cells that the step writes; they count as read as well."""
         return ()
 
+    @property
+    def wakes(self) -> bool:
+        """Whether the step may make others ready that share a cell with it."""
+        return False
+
     def ready(self, memory: bytes) -> bool:
         """Whether the step can run: a poll waits for its cell."""
         return True
@@ -40,8 +45,8 @@ class ReadGeneration(Step):
 
     cell: int
     expected: int
-    residual: int | None  # counts the clusters that wrote it
-    clusters: int
+    residual: int | None  # counts the blocks that wrote it
+    blocks: int
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -52,7 +57,7 @@ class ReadGeneration(Step):
         """Compares both with what they must be in this call."""
         if memory[self.cell] != self.expected:
             return f"reads generation {memory[self.cell]}, not {self.expected}"
-        if self.residual is not None and memory[self.residual] != self.clusters:
+        if self.residual is not None and memory[self.residual] != self.blocks:
             return "reads a residual that the boundary before has not finished"
         return None
 
@@ -109,6 +114,11 @@ class Land(Slot):
     sentinel: bool = False  # the payload itself looks like the sentinel
 
     @property
+    def wakes(self) -> bool:
+        """A poll may wait for it."""
+        return True
+
+    @property
     def writes(self) -> tuple[int, ...]:
         """The mailbox cell."""
         return (self.cell,)
@@ -162,44 +172,96 @@ class Rearm(Slot):
 
 @dataclass(frozen=True)
 class Arrive(Step):
-    """A cluster counts its arrival: ``atom.inc``, which wraps after ``last``."""
+    """A block counts itself: ``atom.inc``, which wraps after ``last``.
+
+    If ``advance`` is given, the last one stores the generation of the next call there.
+    """
 
     counter: int
-    number: int  # keeps what the count was
+    turn: int  # keeps whether the count was the chosen one
     last: int
+    chosen: int
+    advance: tuple[int, int] | None = None  # the cell of the generation, and the next
 
     @property
     def writes(self) -> tuple[int, ...]:
-        """The counter and this cluster's number."""
-        return (self.counter, self.number)
+        """The counter and whose turn it is, and the generation."""
+        cells = (self.counter, self.turn)
+        return cells if self.advance is None else (*cells, self.advance[0])
 
     def run(self, memory: bytearray) -> str | None:
         """Takes a number and counts on."""
         count = memory[self.counter]
-        memory[self.number] = count
+        memory[self.turn] = count == self.chosen
         memory[self.counter] = 0 if count >= self.last else count + 1
+        if self.advance is not None and count == self.last:
+            cell, following = self.advance
+            memory[cell] = following
         return None
 
 
 @dataclass(frozen=True)
 class Finish(Step):
-    """A cluster's end: the one with the right number advances the generation."""
+    """A block's end: the one whose turn it is advances the generation."""
 
-    number: int
-    chosen: int
+    turn: int
     generation: int
     following: int
     residual: int
 
     @property
     def writes(self) -> tuple[int, ...]:
-        """The number, the generation and the count of clusters that have ended."""
-        return (self.number, self.generation, self.residual)
+        """The turn, the generation and the count of blocks that have ended."""
+        return (self.turn, self.generation, self.residual)
 
     def run(self, memory: bytearray) -> str | None:
-        """Stores the generation of the next call, if it falls to this cluster."""
+        """Stores the generation of the next call, if it falls to this block."""
         memory[self.residual] += 1
-        if memory[self.number] == self.chosen:
+        if memory[self.turn]:
             memory[self.generation] = self.following
-        memory[self.number] = 0  # states that differ in it alone are one from here on
+        memory[self.turn] = 0  # states that differ in it alone are one from here on
+        return None
+
+
+@dataclass(frozen=True)
+class Enter(Step):
+    """A cluster starts, once there is room for it on its device."""
+
+    running: int  # counts the clusters that run
+    room: int
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        """The count of clusters that run."""
+        return (self.running,)
+
+    def ready(self, memory: bytes) -> bool:
+        """Whether one more cluster can run."""
+        return memory[self.running] < self.room
+
+    def run(self, memory: bytearray) -> str | None:
+        """Takes a place."""
+        memory[self.running] += 1
+        return None
+
+
+@dataclass(frozen=True)
+class Leave(Step):
+    """A cluster is gone."""
+
+    running: int
+
+    @property
+    def wakes(self) -> bool:
+        """A cluster may wait for its place."""
+        return True
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        """The count of clusters that run."""
+        return (self.running,)
+
+    def run(self, memory: bytearray) -> str | None:
+        """Gives its place back."""
+        memory[self.running] -= 1
         return None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import namedtuple
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -25,8 +28,9 @@ class BoundaryOutput(NamedTuple):
     pre-mix, where it is delayed; then ``stream_mean``, [M, H] activations, the mean of
     the new streams.
 
-    ``post``, ``comb`` and ``pre`` are written on a side stream: call ``join()`` before
-    anything but the next boundary of the same object reads them.
+    Where the package computes the mixes on a side stream, ``post``, ``comb`` and
+    ``pre`` are written there: call ``join()`` before anything but the next boundary of
+    the same object reads them.
     """
 
     residual: torch.Tensor
@@ -103,6 +107,12 @@ class Checks:
         self._device = device
         self._activation = DTYPES[constants.ACTIVATION]
         self._fn_weight = DTYPES[constants.FN_WEIGHT]
+        self._delayed = constants.PRE_MIX == "delayed"
+        self._weighted_norm = constants.NORM_WEIGHT != "none"
+        norm_weight = ("norm_weight",) * self._weighted_norm
+        self._weights_of = attrgetter("fn", "scale", "base", *norm_weight)
+        # A model's boundaries take the same weights each time: those that were checked.
+        self._known: dict[tuple[int, ...], list[weakref.ref[object]]] = {}
 
     def x(self, x: torch.Tensor) -> int:
         """Checks x and returns M."""
@@ -155,9 +165,8 @@ class Checks:
     def boundary(self, m: int, inputs: BoundaryInput) -> None:
         """Checks the arguments that a call and finalize share."""
         self._streams(m, inputs)
-        self._mix_weights(inputs)
-        self._norm_weight(inputs.norm_weight)
-        self._pre(m, inputs.pre, self._constants.PRE_MIX == "delayed", "model.pre_mix")
+        self._weights(inputs)
+        self._pre(m, inputs.pre, self._delayed, "model.pre_mix")
 
     def entry(self, inputs: EntryInput) -> int:
         """Checks the arguments of the entry and returns M."""
@@ -169,8 +178,7 @@ class Checks:
         m = rows_of(inputs.hidden)
         self._capacity("hidden", m)
         self._tensor("hidden", inputs.hidden, self._activation, (m, c.HIDDEN))
-        self._mix_weights(inputs)
-        self._norm_weight(inputs.norm_weight)
+        self._weights(inputs)
         return m
 
     def exit(self, m: int, inputs: ExitInput) -> None:
@@ -204,18 +212,26 @@ class Checks:
         check("post", inputs.post, fp32, (m, c.HC, 1))
         check("comb", inputs.comb, fp32, (m, c.HC, c.HC))
 
-    def _mix_weights(self, inputs: BoundaryInput | EntryInput) -> None:
-        c = self._constants
-        check, fp32 = self._tensor, torch.float32
-        check("fn", inputs.fn, self._fn_weight, (c.MIX, c.HC * c.HIDDEN))
-        check("scale", inputs.scale, fp32, (3,))
-        check("base", inputs.base, fp32, (c.MIX,))
+    def _weights(self, inputs: BoundaryInput | EntryInput) -> None:
+        """Checks the weights, if they are not known."""
+        weights = self._weights_of(inputs)
+        known = identity(weights)
+        if known not in self._known:
+            c = self._constants
+            check, fp32 = self._tensor, torch.float32
+            check("fn", inputs.fn, self._fn_weight, (c.MIX, c.HC * c.HIDDEN))
+            check("scale", inputs.scale, fp32, (3,))
+            check("base", inputs.base, fp32, (c.MIX,))
+            self._norm_weight(inputs.norm_weight)
+            self._remember(known, weights)
+        elif not self._weighted_norm:
+            self._norm_weight(inputs.norm_weight)
 
     def _norm_weight(self, norm_weight: torch.Tensor | None) -> None:
-        c = self._constants
-        wanted = c.NORM_WEIGHT != "none"
+        wanted = self._weighted_norm
         if self._wanted("norm_weight", norm_weight, wanted, "model.norm_weight"):
-            self._tensor("norm_weight", norm_weight, self._activation, (c.HIDDEN,))
+            shape = (self._constants.HIDDEN,)
+            self._tensor("norm_weight", norm_weight, self._activation, shape)
 
     def _pre(self, m: int, pre: torch.Tensor | None, wanted: bool, key: str) -> None:
         if self._wanted("pre", pre, wanted, key):
@@ -238,9 +254,36 @@ class Checks:
                 "call, or raise capacity.max_tokens of the spec"
             )
 
+    def _remember(self, known: tuple[int, ...], weights: Iterable[object]) -> None:
+        """Remembers weights that were checked, for as long as all of them live."""
+
+        def forget(_: object) -> None:
+            self._known.pop(known, None)
+
+        # Once one is gone, another tensor may have its id.
+        self._known[known] = [weakref.ref(weight, forget) for weight in weights]
+
     def _tensor(
         self, name: str, tensor: Any, dtype: torch.dtype | None, shape: tuple[int, ...]
     ) -> None:
+        # The quick way, for what is as it should be and not empty.
+        if (
+            isinstance(tensor, torch.Tensor)
+            and tensor.dtype is dtype
+            and tensor.shape == shape
+            and tensor.device == self._device
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+            and (address := tensor.data_ptr())
+            and not address % ALIGNMENT
+        ):
+            return
+        self._refuse(name, tensor, dtype, shape)
+
+    def _refuse(
+        self, name: str, tensor: Any, dtype: torch.dtype | None, shape: tuple[int, ...]
+    ) -> None:
+        """Raises the first fault of a tensor; returns if it is empty and has none."""
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor"
@@ -281,6 +324,14 @@ class Checks:
                 f"{name} starts at {address:#x}; it must start at a multiple of "
                 f"{ALIGNMENT} bytes: pass {name}.clone()"
             )
+
+
+def identity(tensors: Sequence[Any]) -> tuple[int, ...]:
+    """Which tensors these are, and where their memory is; empty if one is none."""
+    try:
+        return (*map(id, tensors), *[tensor.data_ptr() for tensor in tensors])
+    except AttributeError:
+        return ()
 
 
 def rows_of(tensor: object) -> int:

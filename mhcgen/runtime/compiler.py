@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 from importlib import metadata
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
@@ -49,18 +51,29 @@ def compile_kernel(kernel: Any, name: str, arch: str, options: str = "") -> Any:
     )
 
 
-def compile_package(kernels: ModuleType, arch: str, transport: str) -> dict[str, Any]:
+def compile_package(
+    kernels: ModuleType, arch: str, transport: str, publishing: bool = True
+) -> dict[str, Any]:
     """Compiles every kernel that one transport of a package needs.
 
     Args:
         kernels: The package's ``kernels`` module.
         arch: The compiler's name of the architecture.
-        transport: ``multicast`` or ``unicast``.
+        transport: ``multicast`` or ``unicast``; ``local`` for one rank alone.
+        publishing: Whether to compile the boundaries that publish their own rows. They
+            keep their machine code, for ``clusters_at_once``.
 
     Returns:
         The compiled callables by kernel name.
     """
-    return {
-        name: compile_kernel(kernel, kernels.symbol(name), arch)
-        for name, kernel in kernels.kernels(arch, (transport,)).items()
-    }
+    compiled = {}
+    with TemporaryDirectory(prefix="mhcgen-") as folder:
+        # The compiler leaves files in the current folder if it is not told otherwise.
+        keep = f"--keep-cubin --dump-dir {shlex.quote(folder)}"
+        for name, kernel in kernels.kernels(arch, (transport,)).items():
+            publishes = getattr(kernel, "publishes", None) is not None
+            if publishing or not publishes:
+                options = keep if publishes else ""
+                symbol = kernels.symbol(name)
+                compiled[name] = compile_kernel(kernel, symbol, arch, options)
+    return compiled

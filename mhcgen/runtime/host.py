@@ -1,10 +1,9 @@
-"""The host side of a package: one rank's boundaries, and their side stream."""
+"""The host side of a package: one rank's boundaries."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,26 +19,9 @@ from .arguments import (
     rows_of,
 )
 from .launcher import Launcher
+from .side_stream import SideStream
 
-
-@dataclass
-class PendingMixes:
-    """Mixes that the side stream may still be computing.
-
-    Holding the tensors keeps the allocator from handing their memory to the stream of
-    the call. ``record_stream`` on each would make every later allocation poll events.
-
-    Attributes:
-        captured: The call was captured in a graph.
-        stream: The stream of the call.
-        tensors: What the mixes kernel reads and writes.
-        joined: ``join()`` was called since.
-    """
-
-    captured: bool
-    stream: torch.cuda.Stream
-    tensors: tuple[torch.Tensor, ...]
-    joined: bool = False
+NOTHING = nullcontext()
 
 
 class Published(NamedTuple):
@@ -75,15 +57,30 @@ class FusedBoundary:
         self.capacity: int = launcher.constants.CAPACITY
         self._launcher = launcher
         self._checks = Checks(launcher.constants, self.device)
-        self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._boundary_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._mixes_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._pending: PendingMixes | None = None
+        self._side = (
+            None if launcher.constants.MIXES == "tail" else SideStream(self.device)
+        )
         self._published: Published | None = None
 
     def supports(self, m: int) -> bool:
         """Whether a call may have ``m`` tokens."""
         return 0 <= m <= self.capacity
+
+    def launches(self, m: int) -> int:
+        """Launches of a call of ``m`` tokens, mixes not counted.
+
+        1 where the boundary publishes its own rows, which takes all of its clusters to
+        run at once on this GPU; 2 where a publish comes first; 0 without tokens. A
+        ``finalize`` takes one launch for few tokens alone.
+
+        Raises:
+            ValueError: A call cannot have ``m`` tokens.
+        """
+        if not self.supports(m):
+            raise ValueError(f"m is {m}; this package takes 0 to {self.capacity}")
+        if m == 0:
+            return 0
+        return 2 if self._launcher.call_kernel(m) is None else 1
 
     def __call__(
         self,
@@ -125,7 +122,17 @@ class FusedBoundary:
         inputs = BoundaryInput(residual, post, comb, fn, scale, base, norm_weight, pre)
         m = self._checks.x(x)
         self._checks.boundary(m, inputs)
-        return self._run(Published(m, (x,)), partial(self._launcher.publish, x), inputs)
+        launcher = self._launcher
+        kernel = launcher.call_kernel(m)
+        if kernel is None:
+            return self._run(Published(m, (x,)), partial(launcher.publish, x), inputs)
+        outputs, mix = launcher.outputs(m), launcher.mix(m)
+        with self._on_device():
+            self._begin()
+            launcher.call(kernel, x, inputs, outputs, mix)
+            if mix is not None:
+                self._launch_mixes(inputs, outputs, mix)
+        return outputs
 
     def finalize(
         self,
@@ -167,9 +174,18 @@ class FusedBoundary:
         )
         m = self._checks.routed(routed)
         self._checks.boundary(m, inputs)
-        return self._run(
-            Published(m, routed), partial(self._launcher.finalize, routed), inputs
-        )
+        launcher = self._launcher
+        kernel = launcher.finalize_kernel(m, routed)
+        if kernel is None:
+            publish = partial(launcher.finalize, routed)
+            return self._run(Published(m, routed), publish, inputs)
+        outputs, mix = launcher.outputs(m), launcher.mix(m)
+        with self._on_device():
+            self._begin()
+            launcher.call_routed(kernel, routed, inputs, outputs, mix)
+            if mix is not None:
+                self._launch_mixes(inputs, outputs, mix)
+        return outputs
 
     def entry(
         self,
@@ -194,13 +210,12 @@ class FusedBoundary:
         """
         inputs = EntryInput(hidden, fn, scale, base, norm_weight)
         m = self._checks.entry(inputs)
-        outputs, mix = self._launcher.outputs(m), self._launcher.mix(m)
+        outputs, mix = self._launcher.outputs(m), self._launcher.entry_mix(m)
         if m:
             with self._on_device():
-                stream = torch.cuda.current_stream()
-                self._begin(stream)
+                self._begin()
                 self._launcher.entry(inputs, outputs, mix)
-                self._launch_mixes(inputs, outputs, mix, stream)
+                self._launch_mixes(inputs, outputs, mix)
         return outputs
 
     def exit(
@@ -289,18 +304,18 @@ class FusedBoundary:
     def join(self) -> None:
         """Makes the current stream wait for the mixes of the last call.
 
-        Call it before anything but the next boundary reads ``post`` or ``comb``, and
-        before a graph capture begins or ends. After a capture that failed, call it once
-        outside of any capture.
+        Call it before anything but the next boundary reads ``post``, ``comb`` or
+        ``pre``, and before a graph capture begins or ends. After a capture that failed,
+        call it once outside of any capture. Does nothing where boundaries compute the
+        mixes themselves.
 
         Raises:
             RuntimeError: The mixes were launched before the capture that is going on.
         """
-        with self._on_device():
-            self._wait_for_mixes(torch.cuda.current_stream())
-        pending = self._pending
-        if pending is not None:
-            pending.joined = True
+        side = self._side
+        if side is not None and side.pending is not None:
+            with self._on_device():
+                side.join()
 
     def publish(self, x: torch.Tensor) -> None:
         """The first half of a call or an exit alone; the second must follow.
@@ -350,8 +365,7 @@ class FusedBoundary:
         outputs, mix = self._launcher.outputs(m), self._launcher.mix(m)
         if m:
             with self._on_device():
-                stream = torch.cuda.current_stream()
-                self._launch_boundary(inputs, outputs, mix, stream)
+                self._launch_boundary(inputs, outputs, mix)
         return outputs
 
     def consume_exit(
@@ -401,9 +415,8 @@ class FusedBoundary:
         mix = self._launcher.mix(published.m)
         if published.m:
             with self._on_device():
-                stream = torch.cuda.current_stream()
-                self._publish(published, launch, stream)
-                self._launch_boundary(inputs, outputs, mix, stream)
+                self._publish(published, launch)
+                self._launch_boundary(inputs, outputs, mix)
         return outputs
 
     def _run_exit(
@@ -413,7 +426,7 @@ class FusedBoundary:
         output = self._launcher.exit_output(published.m)
         if published.m:
             with self._on_device():
-                self._publish(published, launch, torch.cuda.current_stream())
+                self._publish(published, launch)
                 self._launch_exit(inputs, output)
         return output
 
@@ -426,104 +439,53 @@ class FusedBoundary:
         """Launches a checked publish without its boundary."""
         if published.m:
             with self._on_device():
-                self._publish(published, launch, torch.cuda.current_stream())
+                self._publish(published, launch)
 
-    def _publish(
-        self,
-        published: Published,
-        launch: Callable[[], None],
-        stream: torch.cuda.Stream,
-    ) -> None:
+    def _publish(self, published: Published, launch: Callable[[], None]) -> None:
         """Launches a publish, once the stream waits for the mixes of the last call."""
-        self._begin(stream)
+        self._begin()
         self._published = published
         launch()
 
-    def _begin(self, stream: torch.cuda.Stream) -> None:
+    def _begin(self) -> None:
         """Makes the stream wait for the mixes of the last call, and lets go of them."""
         if self._published is not None:
             raise RuntimeError(
                 "an earlier call broke off between its publish and its boundary, and "
                 "the ranks no longer agree: load the package again on all ranks"
             )
-        self._wait_for_mixes(stream)
-        self._release(stream)
+        if self._side is not None:
+            self._side.begin()
 
     def _launch_boundary(
         self,
         inputs: BoundaryInput,
         outputs: BoundaryOutput,
-        mix: torch.Tensor,
-        stream: torch.cuda.Stream,
+        mix: torch.Tensor | None,
     ) -> None:
-        """Launches a boundary on the stream, and its mixes on the side stream."""
-        kernel = self._launcher.boundary_kernel(mix.shape[0])
+        """Launches a boundary that consumes what was published, and its mixes."""
+        kernel = self._launcher.boundary_kernel(inputs.residual.shape[0])
         self._launcher.boundary(kernel, inputs, outputs, mix)
         self._published = None
-        self._launch_mixes(inputs, outputs, mix, stream)
+        if mix is not None:
+            self._launch_mixes(inputs, outputs, mix)
 
     def _launch_mixes(
         self,
         inputs: BoundaryInput | EntryInput,
         outputs: BoundaryOutput,
         mix: torch.Tensor,
-        stream: torch.cuda.Stream,
     ) -> None:
-        """Launches mixes on the side stream, behind what the stream does now."""
-        self._boundary_done.record(stream)
-        self._side.wait_event(self._boundary_done)
-        self._pending = PendingMixes(
-            captured=torch.cuda.is_current_stream_capturing(),
-            stream=stream,
-            tensors=(
-                mix,
-                inputs.scale,
-                inputs.base,
-                *self._launcher.mix_outputs(outputs),
-            ),
-        )
-        self._launcher.mixes(mix, inputs, outputs, self._side.cuda_stream)
-        self._mixes_done.record(self._side)
-
-    def _wait_for_mixes(self, stream: torch.cuda.Stream) -> None:
-        """Makes the current stream wait for pending mixes."""
-        pending = self._pending
-        if pending is None:
+        """Launches mixes on the side stream; without one, on that of the call."""
+        launch = partial(self._launcher.mixes, mix, inputs, outputs)
+        if self._side is None:
+            launch(torch._C._cuda_getCurrentRawStream(self.device.index))
             return
-        captured = torch.cuda.is_current_stream_capturing()
-        if captured == pending.captured:
-            stream.wait_event(self._mixes_done)
-        elif pending.captured:
-            # The capture is over: with a join in it, a replay is complete in itself;
-            # without one, torch refused the graph.
-            self._pending = None
-        elif not pending.joined:
-            raise RuntimeError(
-                "the mixes of a call before this graph capture are outstanding: call "
-                "join() before the capture begins"
-            )
-
-    def _release(self, stream: torch.cuda.Stream) -> None:
-        """Lets go of pending mixes, for which the stream has waited."""
-        pending = self._pending
-        if pending is not None and pending.stream != stream:
-            # Their memory goes back to a stream that may not have waited.
-            self._record_side_stream(pending)
-        self._pending = None
-
-    def _record_side_stream(self, pending: PendingMixes) -> None:
-        """Tells the allocator that the side stream may still use the tensors."""
-        for tensor in pending.tensors:
-            tensor.record_stream(self._side)
+        written = self._launcher.mix_outputs(outputs)
+        self._side.launch(launch, (mix, inputs.scale, inputs.base, *written))
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Makes the device current where it is not; that takes a while."""
         if torch.cuda.current_device() == self.device.index:
-            return nullcontext()
+            return NOTHING
         return torch.cuda.device(self.device)
-
-    def __del__(self) -> None:
-        """Keeps memory that the side stream may still use from being reused early."""
-        pending = getattr(self, "_pending", None)
-        if pending is not None and not pending.captured:
-            self._record_side_stream(pending)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import copy
 from functools import partial
+from operator import attrgetter
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from tvm_ffi import from_dlpack
 
 from .arguments import (
     BoundaryInput,
@@ -21,6 +23,16 @@ from .arguments import (
 from .dtypes import DTYPES
 from .mailbox import LOCAL, Mailbox
 
+Fields = Callable[[Any], tuple[torch.Tensor, ...]]
+
+empty = partial(torch.empty_like, memory_format=torch.contiguous_format)
+
+
+def positional(compiled: Any) -> Any:
+    """A compiled kernel without its layer of Python for keyword arguments."""
+    unwrapped = getattr(compiled, "__tvm_ffi_object__", None)
+    return compiled if unwrapped is None else unwrapped()
+
 
 class Launcher:
     """One rank's compiled kernels and its mailbox.
@@ -32,7 +44,10 @@ class Launcher:
         mailbox: This rank's end of the all-reduce.
         rows: The rows that the next boundary of one rank alone takes, [M, H].
         finalizes: The finalize kernels by routing dtype and shared expert.
-        boundaries: The boundary kernels by the largest M that they serve, rising.
+        boundaries: The boundary kernels that consume what was published before, by
+            token group.
+        publishing: The boundary kernels that publish their own rows, likewise.
+        room: How many clusters of these run at once.
     """
 
     def __init__(
@@ -42,6 +57,7 @@ class Launcher:
         compiled: Mapping[str, Any],
         arch: str,
         mailbox: Mailbox,
+        room: Mapping[int, int],
     ) -> None:
         """Picks the kernels of an architecture and of the mailbox's transport.
 
@@ -51,100 +67,195 @@ class Launcher:
             compiled: What ``compile_package`` gave.
             arch: The architecture that they were compiled for.
             mailbox: This rank's end of the all-reduce.
+            room: By token group, how many clusters of the boundary that publishes its
+                own rows run at once: a call with more takes two launches.
         """
         self.constants = constants
-        self.mailbox = mailbox
         self.rows: torch.Tensor | None = None
+        # Their code is unloaded when they go.
+        self._compiled = compiled
+        compiled = {name: positional(kernel) for name, kernel in compiled.items()}
+        transport, groups = mailbox.transport, constants.TARGETS[arch].token_groups
         self._publish = (
-            None
-            if mailbox.transport == LOCAL
-            else compiled[kernels.publish_name(mailbox.transport)]
+            None if transport == LOCAL else compiled[kernels.publish_name(transport)]
         )
         self.finalizes = {
             (DTYPES[dtype], shared): compiled[
-                kernels.finalize_name(dtype, shared, mailbox.transport)
+                kernels.finalize_name(dtype, shared, transport)
             ]
             for dtype in getattr(constants, "ROUTING_WEIGHTS", ())
             for shared in constants.SHARED_EXPERT
         }
         self.boundaries = {
-            row.max_tokens: compiled[kernels.boundary_name(row.size)]
-            for row in constants.TARGETS[arch].token_groups
+            row.size: compiled[kernels.boundary_name(row.size)] for row in groups
         }
-        self._mixes = compiled["mixes"]
+        self.room = room
+        self.publishing = {
+            size: compiled[kernels.boundary_name(size, transport)]
+            for size, clusters in room.items()
+            if clusters
+        }
+        # Kernels of packages that close routed sums inside name these arguments, too.
+        closing = [row.size for row in groups if getattr(row, "finalizes", False)]
+        self._unrouted = (None,) * len(RoutedInput._fields) if closing else ()
+        self.finalizing = {
+            (size, DTYPES[dtype], shared): compiled[
+                kernels.finalizing_name(size, dtype, shared, transport)
+            ]
+            for size in closing
+            if room.get(size)
+            for dtype in constants.ROUTING_WEIGHTS
+            for shared in constants.SHARED_EXPERT
+        }
+        self._mixes = compiled.get("mixes")
         self._entry = compiled.get("entry")
         self._exit = compiled.get("exit")
-        self._output_type = output_type(constants)
-        weight = ("norm_weight",) * (constants.NORM_WEIGHT != "none")
-        pre = ("pre",) * (constants.PRE_MIX == "delayed")
-        mean = ("stream_mean",) * constants.STREAM_MEAN
+        self._connect(mailbox)
+        self._name_arguments()
+        rows = [
+            next(row for row in groups if m <= row.max_tokens)
+            for m in range(constants.CAPACITY + 1)
+        ]
+        self._groups = [row.size for row in rows]
+        self._boundary_by_tokens = [self.boundaries[row.size] for row in rows]
+        self._call_by_tokens = [
+            self.call_of_group(row.size, m)
+            if transport == LOCAL or row.launches == 1
+            else None
+            for m, row in enumerate(rows)
+        ]
+        self._shapes: dict[int, tuple[torch.Tensor, ...]] = {}
+        device = mailbox.buffer.device
+        activation = DTYPES[constants.ACTIVATION]
+        self._activation = torch.empty((), dtype=activation, device=device)
+        self._fp32 = torch.empty((), dtype=torch.float32, device=device)
+
+    def _connect(self, mailbox: Mailbox) -> None:
+        """Takes a mailbox, whose tensors are converted once, not at each launch."""
+        self.mailbox = mailbox
+        self._of_mailbox: tuple[Any, ...] = ()
+        self._of_publish: tuple[Any, ...] = ()
+        self._of_call: tuple[Any, ...] = ()
+        self._of_boundary: tuple[Any, ...] = ()
+        if mailbox.transport != LOCAL:
+            addresses, state = (
+                from_dlpack(mailbox.addresses),
+                from_dlpack(mailbox.state),
+            )
+            self._of_mailbox = (from_dlpack(mailbox.buffer), state)
+            self._of_publish = (addresses, state, mailbox.rank)
+            self._of_call = (addresses, mailbox.rank)
+            # It has no rows to publish, and nowhere to send them.
+            self._of_boundary = (None, *self._unrouted, None, mailbox.rank)
+
+    def _name_arguments(self) -> None:
+        """Says which fields of inputs and outputs the kernels take, in order."""
+        c = self.constants
+        weight = ("norm_weight",) * (c.NORM_WEIGHT != "none")
+        pre = ("pre",) * (c.PRE_MIX == "delayed")
+        mean = ("stream_mean",) * c.STREAM_MEAN
         streams = ("residual", "post", "comb")
         mix_weights = ("fn", "scale", "base")
-        # A boundary with a delayed pre-mix does not need scale and base.
-        collapse = ("fn", *pre) if pre else mix_weights
         exits = {
             "sigmoid": ("head_fn", "head_scale", "head_base"),
             "pre_mix": ("pre",),
         }
-        self._boundary_inputs = (*streams, *collapse, *weight)
-        self._entry_inputs = ("hidden", *mix_weights, *weight)
-        self._exit_inputs = (*streams, *exits.get(constants.EXIT, ()), *weight)
-        self._row_outputs = ("layer_input", *mean)
-        self._mix_outputs = ("post", "comb", *pre)
+        self._output_type = output_type(c)
+        self._boundary_inputs: Fields = attrgetter(
+            *streams, *pre, *mix_weights, *weight
+        )
+        self._entry_inputs: Fields = attrgetter("hidden", *mix_weights, *weight)
+        self._exit_inputs: Fields = attrgetter(
+            *streams, *exits.get(c.EXIT, ()), *weight
+        )
+        self._row_outputs: Fields = attrgetter("residual", "layer_input", *mean)
+        self._all_outputs: Fields = attrgetter(*streams, *pre, "layer_input", *mean)
+        self._mix_outputs: Fields = attrgetter("post", "comb", *pre)
 
     def with_mailbox(self, mailbox: Mailbox) -> Launcher:
         """The same kernels with another mailbox of the same transport."""
         other = copy(self)
-        other.mailbox = mailbox
+        other._connect(mailbox)
         return other
 
     def boundary_kernel(self, m: int) -> Any:
-        """The boundary kernel for a call of ``m`` tokens."""
-        return next(k for tokens, k in self.boundaries.items() if m <= tokens)
+        """The kernel that consumes what was published, for ``m`` tokens."""
+        return self._boundary_by_tokens[m]
+
+    def call_kernel(self, m: int) -> Any:
+        """The kernel that takes ``m`` tokens through a whole call, in one launch.
+
+        None where a call takes two, and for no tokens.
+        """
+        return self._call_by_tokens[m]
+
+    def call_of_group(self, group: int, m: int) -> Any:
+        """As ``call_kernel``, with the kernel of a token group."""
+        if self._publish is None:
+            # One rank alone has nothing to publish.
+            return self.boundaries[group] if m else None
+        fits = 0 < -(-m // group) <= self.room.get(group, 0)
+        return self.publishing[group] if fits else None
+
+    def finalize_kernel(self, m: int, routed: RoutedInput) -> Any:
+        """The kernel that closes a routed sum and takes it through, in one launch.
+
+        None where that takes two, and for no tokens.
+        """
+        if self._call_by_tokens[m] is None:
+            return None
+        shared = routed.shared_output is not None
+        key = self._groups[m], routed.expert_weights.dtype, shared
+        return self.finalizing.get(key)
 
     def outputs(self, m: int) -> BoundaryOutput:
         """Memory for the outputs of ``m`` tokens."""
-        c = self.constants
-        device, dtype = self.mailbox.buffer.device, DTYPES[c.ACTIVATION]
-        fp32 = partial(torch.empty, device=device, dtype=torch.float32)
-        activation = partial(torch.empty, device=device, dtype=dtype)
-        more = {}
-        if c.PRE_MIX == "delayed":
-            more["pre"] = fp32((m, c.HC))
-        if c.STREAM_MEAN:
-            more["stream_mean"] = activation((m, c.HIDDEN))
-        return self._output_type(
-            residual=activation((m, c.HC, c.HIDDEN)),
-            post=fp32((m, c.HC, 1)),
-            comb=fp32((m, c.HC, c.HC)),
-            layer_input=activation((m, c.HIDDEN)),
-            **more,
-        )
+        return self._output_type(*[empty(like) for like in self._shapes_of(m)])
+
+    def mix(self, m: int) -> torch.Tensor | None:
+        """Memory for what a boundary of ``m`` tokens hands to the mixes kernel.
+
+        [M, MIX] FP32; None where the boundary computes the next mixes itself.
+        """
+        return None if self.constants.MIXES == "tail" else self.entry_mix(m)
+
+    def entry_mix(self, m: int) -> torch.Tensor:
+        """Memory for what an entry of ``m`` tokens hands to the mixes kernel."""
+        return empty(self._fp32.expand(m, self.constants.MIX))
 
     def exit_output(self, m: int) -> torch.Tensor:
         """Memory for what the exit returns, [M, H] activations."""
-        c, device = self.constants, self.mailbox.buffer.device
-        return torch.empty((m, c.HIDDEN), dtype=DTYPES[c.ACTIVATION], device=device)
+        return empty(self._activation.expand(m, self.constants.HIDDEN))
 
-    def mix(self, m: int) -> torch.Tensor:
-        """Memory for the mixes of ``m`` tokens, [M, MIX] FP32.
+    def _shapes_of(self, m: int) -> tuple[torch.Tensor, ...]:
+        """Tensors of the shapes of the outputs, all of one element.
 
-        A boundary writes them and the mixes kernel reads them.
+        To make another one like them is quicker than to name shape, dtype and device.
         """
-        device = self.mailbox.buffer.device
-        return torch.empty((m, self.constants.MIX), dtype=torch.float32, device=device)
+        shapes = self._shapes.get(m)
+        if shapes is None:
+            c, activation, fp32 = self.constants, self._activation, self._fp32
+            known = {
+                "residual": activation.expand(m, c.HC, c.HIDDEN),
+                "post": fp32.expand(m, c.HC, 1),
+                "comb": fp32.expand(m, c.HC, c.HC),
+                "layer_input": activation.expand(m, c.HIDDEN),
+                "pre": fp32.expand(m, c.HC),
+                "stream_mean": activation.expand(m, c.HIDDEN),
+            }
+            names = self._output_type._fields
+            shapes = self._shapes[m] = tuple(known[name] for name in names)
+        return shapes
 
     def publish(self, x: torch.Tensor) -> None:
         """Publishes x; one rank alone only keeps it for the boundary."""
         if self._publish is None:
             self.rows = x
             return
-        mailbox = self.mailbox
-        self._publish(x, mailbox.addresses, mailbox.state, mailbox.rank)
+        self._publish(x, *self._of_publish)
 
     def finalize(self, routed: RoutedInput) -> None:
         """Closes a routed sum and publishes it."""
-        mailbox = self.mailbox
         shared = routed.shared_output is not None
         kernel = self.finalizes[routed.expert_weights.dtype, shared]
         if self._publish is None:
@@ -152,47 +263,85 @@ class Launcher:
             self.rows = routed.gemm2_permuted.new_empty((m, self.constants.HIDDEN))
             kernel(*routed, self.rows)
             return
-        kernel(*routed, mailbox.addresses, mailbox.state, mailbox.rank)
+        kernel(*routed, *self._of_publish)
+
+    def call(
+        self,
+        kernel: Any,
+        x: torch.Tensor,
+        inputs: BoundaryInput,
+        outputs: BoundaryOutput,
+        mix: torch.Tensor | None,
+    ) -> None:
+        """Publishes x and consumes what all ranks publish."""
+        kernel(
+            x,
+            *self._unrouted,
+            *self._of_call,
+            *self._boundary_inputs(inputs),
+            *self._of_mailbox,
+            *self._written(outputs, mix),
+        )
+
+    def call_routed(
+        self,
+        kernel: Any,
+        routed: RoutedInput,
+        inputs: BoundaryInput,
+        outputs: BoundaryOutput,
+        mix: torch.Tensor | None,
+    ) -> None:
+        """Closes and publishes a routed sum, and consumes what all ranks publish."""
+        kernel(
+            None,
+            *routed,
+            *self._of_call,
+            *self._boundary_inputs(inputs),
+            *self._of_mailbox,
+            *self._written(outputs, mix),
+        )
 
     def boundary(
         self,
         kernel: Any,
         inputs: BoundaryInput,
         outputs: BoundaryOutput,
-        mix: torch.Tensor,
+        mix: torch.Tensor | None,
     ) -> None:
         """Consumes what was published."""
         kernel(
-            *fields_of(inputs, self._boundary_inputs),
-            *self._source(),
-            outputs.residual,
-            mix,
-            *fields_of(outputs, self._row_outputs),
+            *(self._of_boundary or self._taken_rows()),
+            *self._boundary_inputs(inputs),
+            *self._of_mailbox,
+            *self._written(outputs, mix),
         )
-
-    def _source(self) -> tuple[torch.Tensor | None, ...]:
-        """Where published rows are: in the mailbox, or with the one rank itself."""
-        if self._publish is not None:
-            return self.mailbox.buffer, self.mailbox.state
-        rows, self.rows = self.rows, None
-        return (rows,)
 
     def entry(
         self, inputs: EntryInput, outputs: BoundaryOutput, mix: torch.Tensor
     ) -> None:
         """Expands a hidden state."""
         assert self._entry is not None
-        self._entry(
-            *fields_of(inputs, self._entry_inputs),
-            outputs.residual,
-            mix,
-            *fields_of(outputs, self._row_outputs),
-        )
+        self._entry(*self._entry_inputs(inputs), *self._written(outputs, mix))
 
     def exit(self, inputs: ExitInput, output: torch.Tensor) -> None:
         """Consumes what was published, and collapses the last streams."""
         assert self._exit is not None
-        self._exit(*fields_of(inputs, self._exit_inputs), *self._source(), output)
+        source = self._of_mailbox or self._taken_rows()
+        self._exit(*self._exit_inputs(inputs), *source, output)
+
+    def _taken_rows(self) -> tuple[torch.Tensor | None]:
+        """The rows of one rank alone, which it keeps no longer."""
+        rows, self.rows = self.rows, None
+        return (rows,)
+
+    def _written(
+        self, outputs: BoundaryOutput, mix: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        """What a boundary or an entry writes, in order."""
+        if mix is None:
+            return self._all_outputs(outputs)
+        residual, *rows = self._row_outputs(outputs)
+        return (residual, mix, *rows)
 
     def mixes(
         self,
@@ -205,13 +354,9 @@ class Launcher:
 
         To make the stream current would cost more than the launch.
         """
-        self._mixes(mix, inputs.scale, inputs.base, *self.mix_outputs(outputs), stream)
+        assert self._mixes is not None
+        self._mixes(mix, inputs.scale, inputs.base, *self._mix_outputs(outputs), stream)
 
-    def mix_outputs(self, outputs: BoundaryOutput) -> list[torch.Tensor]:
+    def mix_outputs(self, outputs: BoundaryOutput) -> tuple[torch.Tensor, ...]:
         """Those outputs that the mixes kernel writes."""
-        return fields_of(outputs, self._mix_outputs)
-
-
-def fields_of(values: NamedTuple, names: Sequence[str]) -> list[torch.Tensor]:
-    """Some fields, in the order of their names."""
-    return [getattr(values, name) for name in names]
+        return self._mix_outputs(outputs)

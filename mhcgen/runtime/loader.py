@@ -16,7 +16,8 @@ import torch.distributed as dist
 from .compiler import check_dsl, compile_package
 from .host import FusedBoundary
 from .launcher import Launcher
-from .mailbox import Mailbox, agree, emulated, local, loopback, rendezvous
+from .mailbox import LOCAL, Mailbox, agree, emulated, local, loopback, rendezvous
+from .occupancy import room_for_calls
 from .warm_up import warm_up_alone, warm_up_together
 
 CAPABILITIES = {
@@ -127,16 +128,25 @@ def load_package(
     loading = plan[0]
     with torch.cuda.device(loading.device):
         mailbox = rendezvous(loading.constants, group, loading.device, transport)
+        compiled: dict[str, Any] = {}
         launchers: list[Launcher] = []
 
-        def compile_all() -> None:
-            launchers.append(loading.launcher(mailbox))
+        def compile_all() -> dict[int, int]:
+            compiled.update(loading.compile(mailbox.transport))
+            return loading.room(compiled, mailbox.transport)
+
+        def launch_alone() -> None:
+            launchers.append(loading.compiled_launcher(compiled, mailbox, room))
             if mailbox.transport == "unicast":
                 # Multicast stores need an address that only the ranks together have.
                 box = loopback(loading.constants, loading.device)
                 warm_up_alone(launchers[0].with_mailbox(box))
 
-        agree(group, f"compilation of {loading.name}", compile_all)
+        rooms = agree(group, f"compilation of {loading.name}", compile_all)
+        # A rank that takes one launch gets on with one that takes two; with the same
+        # number, all take the same time.
+        room = {size: min(room[size] for room in rooms) for size in rooms[0]}
+        agree(group, f"first launches of {loading.name}", launch_alone)
         agree(group, f"warm-up of {loading.name}", lambda: warm_up_together(launchers))
     return FusedBoundary(launchers[0])
 
@@ -174,15 +184,37 @@ def emulate_package(
 
     Kernels of one rank wait for the publishes of the others, so launch the publishes of
     all ranks before the boundary of any: ``publish`` on each, then ``consume`` on each.
-    For tests and measurements on one GPU.
+    Boundaries that publish themselves are left out: the ranks' would have to share the
+    device, and wait for each other. For tests and measurements on one GPU.
     """
     loading = Loading.of(package, device)
     with torch.cuda.device(loading.device):
         boxes = emulated(loading.constants, loading.device)
-        first = loading.launcher(boxes[0])
+        compiled = loading.compile(boxes[0].transport, publishing=False)
+        first = loading.compiled_launcher(compiled, boxes[0], {})
         launchers = [first, *(first.with_mailbox(box) for box in boxes[1:])]
         warm_up_together(launchers)
     return [FusedBoundary(launcher) for launcher in launchers]
+
+
+def load_loopback(
+    package: str | Path, device: torch.device | str | int | None = None
+) -> FusedBoundary:
+    """Loads one rank that plays all: its rows are those of every rank.
+
+    Calls sum ``x`` over the ranks as if each had passed it, with the traffic of all of
+    them in this device's memory, in as many launches as in service. For tests and
+    measurements on one GPU.
+    """
+    loading = Loading.of(package, device)
+    with torch.cuda.device(loading.device):
+        if loading.constants.TP == 1:
+            box = local(loading.device)
+        else:
+            box = loopback(loading.constants, loading.device)
+        launcher = loading.launcher(box)
+        warm_up_together([launcher])
+    return FusedBoundary(launcher)
 
 
 @dataclass(frozen=True)
@@ -222,9 +254,30 @@ class Loading:
         return cls(name, resolved, arch, constants, kernels)
 
     def launcher(self, mailbox: Mailbox) -> Launcher:
-        """Compiles the kernels for the transport of a mailbox."""
-        compiled = compile_package(self.kernels, self.arch, mailbox.transport)
-        return Launcher(self.constants, self.kernels, compiled, self.arch, mailbox)
+        """Compiles the kernels for a mailbox that no other process has a part in."""
+        compiled = self.compile(mailbox.transport)
+        room = self.room(compiled, mailbox.transport)
+        return self.compiled_launcher(compiled, mailbox, room)
+
+    def compile(self, transport: str, publishing: bool = True) -> dict[str, Any]:
+        """Compiles the kernels of a transport; see ``compile_package``."""
+        return compile_package(self.kernels, self.arch, transport, publishing)
+
+    def room(self, compiled: dict[str, Any], transport: str) -> dict[int, int]:
+        """Clusters of whole calls that run at once; see ``room_for_calls``."""
+        if transport == LOCAL:
+            return {}
+        return room_for_calls(
+            self.constants, self.kernels, compiled, self.arch, transport
+        )
+
+    def compiled_launcher(
+        self, compiled: dict[str, Any], mailbox: Mailbox, room: dict[int, int]
+    ) -> Launcher:
+        """The launcher of compiled kernels; see its constructor."""
+        return Launcher(
+            self.constants, self.kernels, compiled, self.arch, mailbox, room
+        )
 
 
 def current(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -25,6 +26,12 @@ def warm_up_alone(launcher: Launcher) -> None:
         # +0.0 is no sentinel: everything has arrived.
         launcher.mailbox.buffer.zero_()
         launch_consumer(launcher, turn, stream)
+    for kernel in launcher.publishing.values():
+        launcher.mailbox.buffer.zero_()
+        launch_call(launcher, kernel, stream)
+    for key in launcher.finalizing:
+        launcher.mailbox.buffer.zero_()
+        launch_routed_call(launcher, key, stream)
     launch_entry(launcher, stream)
     torch.cuda.synchronize()
 
@@ -35,7 +42,8 @@ def warm_up_together(launchers: Sequence[Launcher]) -> None:
     A transport that does not work fails here instead of in service.
 
     Args:
-        launchers: This process's rank, or all ranks where one device plays them.
+        launchers: This process's rank, or all ranks where one device plays them; these
+            have no boundaries that publish themselves.
     """
     turns = max(len(publishes(launchers[0])), consumers(launchers[0]))
     stream = torch.cuda.current_stream()
@@ -45,6 +53,10 @@ def warm_up_together(launchers: Sequence[Launcher]) -> None:
         for launcher in launchers:
             launch_consumer(launcher, turn, stream)
     for launcher in launchers:
+        for kernel in launcher.publishing.values():
+            launch_call(launcher, kernel, stream)
+        for key in launcher.finalizing:
+            launch_routed_call(launcher, key, stream)
         launch_entry(launcher, stream)
     torch.cuda.synchronize()
 
@@ -56,18 +68,24 @@ def publishes(launcher: Launcher) -> list[tuple[torch.dtype, bool] | None]:
 
 def launch_publish(launcher: Launcher, turn: int) -> None:
     """Launches publish variant ``turn``, round and round, on a token of zeros."""
-    c = launcher.constants
-    zeros = partial(torch.zeros, device=launcher.mailbox.buffer.device)
-    row = zeros((1, c.HIDDEN), dtype=DTYPES[c.ACTIVATION])
     variants = publishes(launcher)
     variant = variants[turn % len(variants)]
     if variant is None:
-        launcher.publish(row)
-        return
-    dtype, shared = variant
+        launcher.publish(zeros_of(launcher)["hidden"])
+    else:
+        launcher.finalize(routed_zeros(launcher, *variant))
+
+
+def routed_zeros(
+    launcher: Launcher, dtype: torch.dtype, shared_expert: bool
+) -> RoutedInput:
+    """A token without experts, for a variant of finalize."""
+    c = launcher.constants
+    zeros = partial(torch.zeros, device=launcher.mailbox.buffer.device)
+    row = zeros((1, c.HIDDEN), dtype=DTYPES[c.ACTIVATION])
     weights = zeros((1, c.TOP_K), dtype=dtype)
     absent = zeros((1, c.TOP_K), dtype=torch.int32) - 1
-    launcher.finalize(RoutedInput(row, weights, absent, row if shared else None))
+    return RoutedInput(row, weights, absent, row if shared_expert else None)
 
 
 def consumers(launcher: Launcher) -> int:
@@ -87,7 +105,32 @@ def launch_consumer(launcher: Launcher, turn: int, stream: torch.cuda.Stream) ->
     outputs, mix = launcher.outputs(1), launcher.mix(1)
     boundary = BoundaryInput(**{name: given[name] for name in BoundaryInput._fields})
     launcher.boundary(kernels[turn], boundary, outputs, mix)
-    launcher.mixes(mix, boundary, outputs, stream.cuda_stream)
+    if mix is not None:
+        launcher.mixes(mix, boundary, outputs, stream.cuda_stream)
+
+
+def launch_call(launcher: Launcher, kernel: Any, stream: torch.cuda.Stream) -> None:
+    """Launches a boundary that publishes its own rows, and its mixes, on zeros."""
+    given = zeros_of(launcher)
+    x = given["hidden"]
+    outputs, mix = launcher.outputs(1), launcher.mix(1)
+    boundary = BoundaryInput(**{name: given[name] for name in BoundaryInput._fields})
+    launcher.call(kernel, x, boundary, outputs, mix)
+    if mix is not None:
+        launcher.mixes(mix, boundary, outputs, stream.cuda_stream)
+
+
+def launch_routed_call(
+    launcher: Launcher, key: tuple[int, torch.dtype, bool], stream: torch.cuda.Stream
+) -> None:
+    """Launches a boundary that closes routed sums itself, and its mixes, on zeros."""
+    given = zeros_of(launcher)
+    outputs, mix = launcher.outputs(1), launcher.mix(1)
+    boundary = BoundaryInput(**{name: given[name] for name in BoundaryInput._fields})
+    routed = routed_zeros(launcher, *key[1:])
+    launcher.call_routed(launcher.finalizing[key], routed, boundary, outputs, mix)
+    if mix is not None:
+        launcher.mixes(mix, boundary, outputs, stream.cuda_stream)
 
 
 def launch_entry(launcher: Launcher, stream: torch.cuda.Stream) -> None:
@@ -96,7 +139,7 @@ def launch_entry(launcher: Launcher, stream: torch.cuda.Stream) -> None:
         return
     given = zeros_of(launcher)
     inputs = EntryInput(**{name: given[name] for name in EntryInput._fields})
-    outputs, mix = launcher.outputs(1), launcher.mix(1)
+    outputs, mix = launcher.outputs(1), launcher.entry_mix(1)
     launcher.entry(inputs, outputs, mix)
     launcher.mixes(mix, inputs, outputs, stream.cuda_stream)
 

@@ -1,6 +1,5 @@
 """Packages whose kernels are compiled once, whichever test process comes first."""
 
-import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -12,8 +11,18 @@ from mhcgen.emulator.package import EmulatedPackage, compile_ptx, load_package
 from mhcgen.plan import Plan, make_plan
 from mhcgen.render import render
 from mhcgen.spec_file import load_spec
+from mhcgen.verify.cases import Case, Options, cases
+from mhcgen.verify.subject import Subject
 
 Load = Callable[..., EmulatedPackage]
+ARCH = "sm_90a"
+SEEDS = 25
+"""Seeds of each transport that the kernels pass, and that no protocol mutant passes."""
+
+
+def stress_cases(plan: Plan, transport: str, first: int, count: int) -> list[Case]:
+    options = Options(seed=first, stress=count)
+    return [*cases(Subject.of_plan(plan), options, [ARCH], [transport])]
 
 
 @pytest.fixture(scope="session")
@@ -27,16 +36,9 @@ def narrow_plan(narrow_path: Path) -> Plan:
 
 
 @pytest.fixture(scope="session")
-def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of this test session, which its processes share."""
-    folder = tmp_path_factory.getbasetemp()
-    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-
-
-@pytest.fixture(scope="session")
-def load(session_folder: Path) -> Load:
+def load(shared_folder: Path) -> Load:
     """Gives the kernels of a plan for one architecture; all kernels, or those named."""
-    root = session_folder / "emulated"
+    root = shared_folder / "emulated"
     loaded: dict[tuple[str, str], EmulatedPackage] = {}
 
     def load(plan: Plan, arch: str, names: Collection[str] = ()) -> EmulatedPackage:

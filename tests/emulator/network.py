@@ -13,14 +13,10 @@ from mhcgen.emulator.package import (
     Streams,
     Tensor,
 )
-from mhcgen.verify import (
-    as_numpy,
-    as_torch,
-    constants_of,
-    norm_weight_of,
-    uploaded_weights,
-    wrong_bits,
-)
+from mhcgen.verify.compare import wrong_bits
+from mhcgen.verify.inputs import Call
+from mhcgen.verify.on_cpu import as_numpy, as_torch, streams_of, weights_of
+from mhcgen.verify.subject import Subject
 
 Check = Callable[[], None]
 
@@ -35,26 +31,23 @@ class Network:
     def __init__(self, package: EmulatedPackage, ranks: EmulatedRanks) -> None:
         self.ranks = ranks
         self.plan = package.plan
-        self.constants = constants_of(self.plan)
+        self.constants = Subject.of_plan(self.plan).constants
 
     def uploaded(self, tensor: torch.Tensor) -> Tensor:
         return self.ranks.tensor("given", as_numpy(tensor))
 
-    def streams(self, inputs: reference.Inputs) -> Streams:
-        names = ["residual", "post", "comb", "pre"]
-        return Streams(*(self.uploaded(getattr(inputs, name)) for name in names))
-
-    def entry(self, inputs: reference.Inputs) -> tuple[Output, Check]:
+    def entry(self, call: Call) -> tuple[Output, Check]:
         """Launches an entry; the second result checks it once it has run."""
-        plan, hidden = self.plan, inputs.parts[0]
-        weights = uploaded_weights(self.ranks, inputs)
+        plan, inputs = self.plan, call.inputs
+        hidden = inputs.parts[0]
+        weights = weights_of(self.ranks, call)
         output = self.ranks.entry(self.uploaded(hidden), weights)
         expected = reference.entry_boundary(
             hidden,
             inputs.fn,
             inputs.scale,
             inputs.base,
-            norm_weight_of(plan, inputs),
+            call.norm_weight,
             self.constants,
         )
 
@@ -81,15 +74,15 @@ class Network:
 
         return output, check
 
-    def exit(self, inputs: reference.Inputs, streams: Streams | None = None) -> Check:
+    def exit(self, call: Call, streams: Streams | None = None) -> Check:
         """Launches an exit; the result checks it once it has run."""
-        plan, hc = self.plan, self.plan.hc
-        weight = norm_weight_of(plan, inputs)
+        plan, hc, inputs = self.plan, self.plan.hc, call.inputs
+        weight = call.norm_weight
         rows = (inputs.fn[:hc], inputs.scale[:1], inputs.base[:hc])
         by_head = plan.exit_by == "sigmoid"
         head = Head(*map(self.uploaded, rows)) if by_head else None
         self.ranks.publish(self.ranks.tensor("x", *map(as_numpy, inputs.parts)))
-        given = streams or self.streams(inputs)
+        given = streams or streams_of(call, self.ranks.tensor)
         output = self.ranks.exit(
             given, None if weight is None else self.uploaded(weight), head
         )

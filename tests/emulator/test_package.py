@@ -2,12 +2,14 @@
 
 import dataclasses
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from mhcgen import reference
+from mhcgen.build import write_files
 from mhcgen.emulator.errors import DeadlockError, MemoryFaultError
 from mhcgen.emulator.package import (
     EmulatedPackage,
@@ -17,14 +19,18 @@ from mhcgen.emulator.package import (
     Streams,
     Tensor,
     Weights,
+    compile_ptx,
     host_code,
+    load_package,
     marshalled,
 )
 from mhcgen.plan import Plan, make_plan
-from mhcgen.render import kernel_rows
+from mhcgen.render import kernel_rows, render
 from mhcgen.resources import resource
 from mhcgen.spec_file import load_spec
-from mhcgen.verify import Case, as_numpy, as_torch, constants_of, run
+from mhcgen.verify.cases import Case
+from mhcgen.verify.on_cpu import as_numpy, as_torch, kernels_of, run
+from mhcgen.verify.subject import Subject
 from tests.emulator.conftest import Load
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
@@ -62,6 +68,22 @@ def test_every_output(load: Load, name: str, arch: str) -> None:
             assert outcome.ok, (outcome.errors, outcome.problems)
 
 
+def test_what_the_compiler_emits_for_sm_120a(tmp_path: Path, narrow_plan: Plan) -> None:
+    """The kernels of sm_90a, compiled for a target that specs need not know."""
+    folder, ptx = tmp_path / narrow_plan.name, tmp_path / "ptx"
+    files = {
+        path: text.replace("sm_90a", "sm_120a") if path.suffix != ".yaml" else text
+        for path, text in render(narrow_plan).items()
+    }
+    write_files(folder, files)
+    compile_ptx(folder, ["sm_120a"], ptx, kernels_of(folder, {"unicast"}))
+    package = load_package(folder, "sm_120a", ptx)
+    as_sm_90a = dataclasses.replace(package, arch="sm_90a")
+    for m in (1, 5):
+        outcome = run(as_sm_90a, Case("sm_90a", "unicast", (m,) * 7, seed=m))
+        assert outcome.ok, (outcome.errors, outcome.problems)
+
+
 def prepared(
     package: EmulatedPackage, tokens: int, seed: int | None = None
 ) -> tuple[EmulatedRanks, reference.Inputs, Streams, Weights]:
@@ -91,7 +113,7 @@ def test_a_boundary_takes_half_a_second_at_most(load: Load) -> None:
         ranks.run()
         seconds = (time.process_time() - start) / plan.tp
     assert seconds < 0.5
-    expected = inputs.boundary(constants_of(plan))
+    expected = inputs.boundary(Subject.of_plan(plan).constants)
     residual = as_torch(output.streams.residual.read(0))
     assert reference.bits_equal(residual, expected.residual)
 
@@ -119,7 +141,7 @@ def test_a_boundary_without_a_publish_hangs(load: Load, narrow_plan: Plan) -> No
     ranks.consume(streams, weights)
     with pytest.raises(DeadlockError, match="polls memory that does not change") as e:
         ranks.run()
-    assert "in mhcgen_narrow_boundary, rank 0, block (0, 0, 0)" in str(e.value)
+    assert "in mhcgen_narrow_boundary_1, rank 0, block (0, 0, 0)" in str(e.value)
 
 
 def test_rows_beyond_the_call_are_out_of_bounds(load: Load, narrow_plan: Plan) -> None:
@@ -160,7 +182,8 @@ def test_host_code(load: Load, narrow_plan: Plan) -> None:
         ("x", "mailboxes", "state", "rank"), True
     )
     assert not package.of_kernel("mixes").dependent
-    assert package.of_kernel("grouped_boundary_3").arguments[0] == "residual"
+    boundaries = [package.of_kernel(f"boundary_3{s}") for s in ("", "_unicast")]
+    assert boundaries[0] is boundaries[1] and boundaries[0].arguments[0] == "x"
     with pytest.raises(ValueError, match=r"not enough values"):
         host_code("def other(): pass")
 

@@ -3,7 +3,8 @@
 import pytest
 
 from mhcgen.plan import Plan
-from mhcgen.verify import Case, run
+from mhcgen.verify.cases import Case
+from mhcgen.verify.on_cpu import run
 from tests.emulator.conftest import Load
 from tests.shapes import SHAPES
 

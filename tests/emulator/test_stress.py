@@ -10,20 +10,18 @@ from mhcgen.emulator.machine import Program
 from mhcgen.emulator.package import EmulatedPackage
 from mhcgen.emulator.ptx import Instruction
 from mhcgen.plan import Plan
-from mhcgen.verify import Case, cases, run
-from tests.emulator.conftest import Load
+from mhcgen.verify.on_cpu import run
+from tests.emulator.conftest import ARCH, SEEDS, Load, stress_cases
 
-
-def seeds(plan: Plan, transport: str, first: int, count: int) -> list[Case]:
-    return [*cases(plan, ["sm_90a"], [transport], [], None, first, count)]
+AT_ONCE = 5
 
 
 @pytest.mark.parametrize("transport", ["multicast", "unicast"])
-@pytest.mark.parametrize("first", [0, 6, 12, 18])
+@pytest.mark.parametrize("first", range(0, SEEDS, AT_ONCE))
 def test_seeds(load: Load, narrow_plan: Plan, transport: str, first: int) -> None:
-    package = load(narrow_plan, "sm_90a")
-    for case in seeds(narrow_plan, transport, first, 6):
-        assert len(set(case.tokens)) > 1 or len(case.tokens) == 6
+    package = load(narrow_plan, ARCH)
+    for case in stress_cases(narrow_plan, transport, first, AT_ONCE):
+        assert len(case.tokens) == 6
         outcome = run(package, case)
         assert outcome.ok, (case, outcome.errors, outcome.problems)
 
@@ -70,22 +68,35 @@ def mutant(package: EmulatedPackage, kernels: str, change: Change) -> EmulatedPa
     return dataclasses.replace(package, programs=programs)
 
 
+def unfenced(instruction: Instruction) -> Instruction | None:
+    """Neither a fence nor an arrival tells the peers of the mbarriers."""
+    if instruction.opcode == "fence.mbarrier_init.release.cluster":
+        return None
+    relax = opcode("barrier.cluster.arrive", "barrier.cluster.arrive.relaxed")
+    return relax(instruction)
+
+
+CONSUMES, PUBLISHES = "boundary_1", "boundary_1_unicast"
 MUTANTS = {
-    "no barrier before the block's sums": ("boundary", opcode("bar.sync", nth=1)),
-    "no barrier before the block's squares": ("boundary", opcode("bar.sync", nth=2)),
-    "sums sent without release": (
-        "boundary",
-        opcode("barrier.cluster.arrive", "barrier.cluster.arrive.relaxed"),
-    ),
-    "rows taken before they arrive": ("boundary", opcode("setp.eq.b64", "setp.ge.u64")),
-    "slots not armed again": ("boundary", opcode("st.global.v4.b32", nth=1)),
+    "no barrier before the block counts itself": (PUBLISHES, opcode("bar.sync", nth=2)),
+    "no barrier before the block's sums": (PUBLISHES, opcode("bar.sync", nth=3)),
+    "no barrier before the block's squares": (CONSUMES, opcode("bar.sync", nth=4)),
+    "mbarriers that peers need not see": (PUBLISHES, unfenced),
+    "no wait for the copies": (CONSUMES, opcode("cp.async.wait_all")),
+    "rows taken before they arrive": (CONSUMES, opcode("setp.eq.b64", "setp.ge.u64")),
+    "slots not armed again": (CONSUMES, opcode("st.global.v4.b32", nth=1)),
     "minus zero not replaced": ("publish.*", opcode("xor.b32", "or.b32")),
+    "minus zero not replaced in one launch": (PUBLISHES, opcode("xor.b32", "or.b32")),
+    "no wait in one launch": (PUBLISHES, opcode("griddepcontrol.wait")),
+    "no wait at the end": (CONSUMES, opcode("griddepcontrol.wait")),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_caught(load: Load, narrow_plan: Plan, name: str) -> None:
     kernels, change = MUTANTS[name]
-    package = mutant(load(narrow_plan, "sm_90a"), kernels, change)
-    outcomes = (run(package, c) for c in seeds(narrow_plan, "unicast", 0, 50))
+    package = mutant(load(narrow_plan, ARCH), kernels, change)
+    outcomes = (
+        run(package, case) for case in stress_cases(narrow_plan, "unicast", 0, SEEDS)
+    )
     assert any(not outcome.ok for outcome in outcomes)

@@ -1,4 +1,4 @@
-"""The command that compares kernels with the reference."""
+"""The command that compares kernels with the reference, in the emulator."""
 
 import json
 import sys
@@ -9,15 +9,8 @@ import pytest
 from mhcgen import cli, reference
 from mhcgen.emulator.package import EmulatedPackage
 from mhcgen.plan import Plan
-from mhcgen.verify import (
-    Case,
-    Errors,
-    Outcome,
-    cases,
-    default_tokens,
-    first_partial,
-    run,
-)
+from mhcgen.verify.cases import Case
+from mhcgen.verify.on_cpu import run
 from tests.emulator.conftest import Load
 
 
@@ -42,8 +35,8 @@ def compiled_already(
 ) -> EmulatedPackage:
     """The command takes kernels that are compiled, instead of compiling them."""
     package = load(narrow_plan, "sm_90a")
-    monkeypatch.setattr("mhcgen.verify.compile_ptx", lambda *arguments: None)
-    monkeypatch.setattr("mhcgen.verify.load_package", lambda *arguments: package)
+    monkeypatch.setattr("mhcgen.verify.on_cpu.compile_ptx", lambda *arguments: None)
+    monkeypatch.setattr("mhcgen.verify.on_cpu.load_package", lambda *arguments: package)
     return package
 
 
@@ -97,7 +90,7 @@ def test_what_stops_a_kernel_is_shown(
         programs,
         {**compiled_already.host, "boundary": compiled_already.host["mixes"]},
     )
-    monkeypatch.setattr("mhcgen.verify.load_package", lambda *arguments: package)
+    monkeypatch.setattr("mhcgen.verify.on_cpu.load_package", lambda *arguments: package)
     with pytest.raises(ValueError, match="parameters, and its source names"):
         run(package, Case("sm_90a", "unicast", (1,), 0))
 
@@ -129,40 +122,3 @@ def test_a_folder_that_is_no_package(
 ) -> None:
     code, _, err = command(monkeypatch, capsys, tmp_path)
     assert code == 2 and "is no package made by mhcgen" in err
-
-
-def test_cases(glm53_plan: Plan, narrow_plan: Plan) -> None:
-    target = glm53_plan.target("sm_90a")
-    assert default_tokens(target) == (1, 3, 17)
-    assert first_partial(target, 3) == 31
-    assert default_tokens(narrow_plan.target("sm_90a")) == (1, 3, 4)
-    stressed = [*cases(narrow_plan, ["sm_90a"], ["unicast"], [], None, 4, 3)]
-    assert [case.seed for case in stressed] == [4, 5, 6]
-    assert all(case.stress and len(case.tokens) == 6 for case in stressed)
-    assert stressed == [*cases(narrow_plan, ["sm_90a"], ["unicast"], [], None, 4, 3)]
-    # The command draws the same calls again.
-    for case in stressed:
-        sizes, calls = case.drawn_from, len(case.tokens)
-        one = cases(narrow_plan, ["sm_90a"], ["unicast"], sizes, calls, case.seed, 1)
-        assert [*one] == [case]
-    again = stressed[0].command(Path("x y.yaml"))
-    assert "--tokens 1,2,3,5 --calls 6" in again
-    assert again.startswith("mhcgen verify 'x y.yaml' --arch sm_90a")
-    assert again.endswith("--seed 4 --stress 1")
-
-
-def test_limits() -> None:
-    assert Errors().ok
-    for wrong in (
-        Errors(published=1),
-        Errors(finalized_ulp=2),
-        Errors(residual=1),
-        Errors(layer_input_ulp=3),
-        Errors(layer_input_share=0.01),
-        Errors(mix=1e-4),
-        Errors(post=float("inf")),
-        Errors(comb=1e-4),
-    ):
-        assert not wrong.ok
-    case = Case("sm_90a", "unicast", (1,), 0)
-    assert not Outcome(case, problems=["one"]).ok

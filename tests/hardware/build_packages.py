@@ -1,4 +1,4 @@
-"""Builds what test_variants.py runs: a package for each way in which specs differ.
+"""Builds what the tests on one GPU run: a package for each way in which specs differ.
 
 ``python -m tests.hardware.build_packages FOLDER``; it needs no GPU.
 """
@@ -14,6 +14,13 @@ from mhcgen.spec import Spec
 
 FP16, FP32 = {"activation": "fp16"}, {"fn_weight": "fp32"}
 SPECS: dict[str, dict[str, Any]] = {
+    "side_stream": {"mixes": "side_stream", "moe": {}},
+    "tail": {"mixes": "tail", "moe": {}, "ends": {"entry": True, "exit": "mean"}},
+    "tail_delayed": {
+        "mixes": "tail",
+        "model": {"hidden": 5120, "pre_mix": "delayed"},
+        "outputs": {"stream_mean": True},
+    },
     "half": {"precision": FP16, "moe": {}},
     "wide_fn": {"precision": FP32, "model": {"norm_weight": "plus_one"}},
     "half_wide_fn": {

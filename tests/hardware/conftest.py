@@ -73,7 +73,7 @@ def poison_outputs(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes every output tensor start as NaN, so that what is not written shows."""
     launcher = rank._launcher
     outputs: Callable[[int], Any] = launcher.outputs
-    mix: Callable[[int], torch.Tensor] = launcher.mix
+    mix: Callable[[int], torch.Tensor | None] = launcher.mix
 
     def poisoned_outputs(m: int) -> Any:
         tensors = outputs(m)
@@ -82,7 +82,12 @@ def poison_outputs(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         return tensors
 
     monkeypatch.setattr(launcher, "outputs", poisoned_outputs)
-    monkeypatch.setattr(launcher, "mix", lambda m: mix(m).fill_(float("nan")))
+
+    def poisoned_mix(m: int) -> torch.Tensor | None:
+        tensor = mix(m)
+        return None if tensor is None else tensor.fill_(float("nan"))
+
+    monkeypatch.setattr(launcher, "mix", poisoned_mix)
 
 
 def assert_armed(rank: Any) -> None:

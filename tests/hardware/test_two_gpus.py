@@ -77,6 +77,21 @@ def test_transport_is_readable(boundary: Any) -> None:
     assert boundary.device == torch.device("cuda", torch.cuda.current_device())
 
 
+def test_the_launches_are_those_of_the_plan(boundary: Any) -> None:
+    """Both ranks take as many, and on whole H200s those of the dispatch table."""
+    mine = [boundary.launches(m) for m in range(1, boundary.capacity + 1)]
+    both: list[Any] = [None] * TP
+    dist.all_gather_object(both, mine)
+    assert both == [mine] * TP
+    if torch.cuda.get_device_properties().multi_processor_count == 132:
+        rows = boundary._launcher.constants.TARGETS["sm_90a"].token_groups
+        planned = [
+            next(row.launches for row in rows if m <= row.max_tokens)
+            for m in range(1, boundary.capacity + 1)
+        ]
+        assert mine == planned
+
+
 @pytest.mark.parametrize("m", [*range(1, 65), 128, 256])
 def test_every_m(boundary: Any, m: int) -> None:
     inputs = inputs_for(m, seed=m)
@@ -137,6 +152,60 @@ def test_delays_on_one_rank(boundary: Any) -> None:
     boundary.join()
     for inputs, output in cases:
         assert_matches(output, inputs.boundary(CONSTANTS))
+
+
+def one_expert(x: torch.Tensor) -> tuple[Any, ...]:
+    """What finalize sums to exactly ``x``: one expert a token, of weight 1."""
+    m = x.shape[0]
+    index = torch.full((m, TOP_K), -1, dtype=torch.int32, device="cuda")
+    index[:, -1] = torch.arange(m, device="cuda").flip(0)
+    return x.flip(0), torch.ones((m, TOP_K), device="cuda"), index, None
+
+
+def call_in_any_way(boundary: Any, inputs: reference.Inputs, way: str) -> Any:
+    x, shared = inputs.parts[boundary.rank], shared_arguments(inputs)
+    if way == "finalize":
+        return boundary.finalize(*one_expert(x), *shared)
+    if way == "halves":
+        boundary.publish(x)
+        return boundary.consume(*shared)
+    return boundary(x, *shared)
+
+
+def test_calls_of_all_kinds_alternate(boundary: Any) -> None:
+    """One launch, finalize and halves in turn, M changing, each rank delayed."""
+    schedule = random.Random(6)
+    mine = random.Random(200 + boundary.rank)
+    cases = []
+    for index in range(200):
+        m = schedule.choice([1, 2, 3, 8, 15, 16, 33, 64, 200, 256])
+        way = schedule.choice(["call", "finalize", "halves"])
+        inputs = inputs_for(m, seed=800 + index % 40)
+        maybe_delay(mine)
+        cases.append((inputs, call_in_any_way(boundary, inputs, way)))
+    boundary.join()
+    for inputs, output in cases:
+        assert_matches(output, inputs.boundary(CONSTANTS))
+
+
+def test_graphs_of_calls_of_all_kinds(boundary: Any) -> None:
+    ways = ["call", "finalize", "call", "halves", "call"]
+    cases = [inputs_for(m, seed=900 + m) for m in [1, 9, 33, 16, 64]]
+    expected = [inputs.boundary(CONSTANTS) for inputs in cases]
+    order = random.Random(boundary.rank)
+    graph = torch.cuda.CUDAGraph()
+    boundary.join()
+    with torch.cuda.graph(graph):
+        outputs = [
+            call_in_any_way(boundary, inputs, way)
+            for inputs, way in zip(cases, ways, strict=True)
+        ]
+        boundary.join()
+    for _ in range(50):
+        maybe_delay(order)
+        graph.replay()
+    for output, result in zip(outputs, expected, strict=True):
+        assert_matches(output, result)
 
 
 @pytest.mark.parametrize("calls", [1, 2, 3, 4, 5])

@@ -6,10 +6,7 @@ MHCGEN_PACKAGES names the folder.
 
 from __future__ import annotations
 
-import importlib
-import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,92 +15,10 @@ import torch
 from mhcgen import reference
 
 from .conftest import assert_armed, assert_same_bits, poison_outputs
-
-FOLDER = os.environ.get("MHCGEN_PACKAGES")
-NAMES = sorted(path.name for path in Path(FOLDER).iterdir()) if FOLDER else []
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+from .packages import FOLDER, NAMES, NEEDS_PACKAGES, Package
 
 if not NAMES:
-    pytest.skip(
-        "needs MHCGEN_PACKAGES, a folder that tests.hardware.build_packages filled",
-        allow_module_level=True,
-    )
-
-
-class Package:
-    """A package's ranks on one GPU, and what the reference needs to know of it."""
-
-    def __init__(self, name: str) -> None:
-        from mhcgen.runtime import load_emulated
-
-        self.ranks: Sequence[Any] = load_emulated(Path(FOLDER or "") / name, device=0)
-        self.constants = c = importlib.import_module(f"{name}.constants")
-        self.reference = reference.Constants(
-            c.RMS_EPS,
-            c.HC_EPS,
-            c.NORM_EPS,
-            c.POST_MULT,
-            c.SINKHORN_ITERS,
-            c.NORM_WEIGHT == "plus_one",
-        )
-        self.delayed = c.PRE_MIX == "delayed"
-
-    def inputs(self, m: int, seed: int, hard: Any = "plain") -> reference.Inputs:
-        c = self.constants
-        types = {"fn_dtype": DTYPES[c.FN_WEIGHT], "dtype": DTYPES[c.ACTIVATION]}
-        shape = (m, c.HIDDEN, c.HC, c.TP)
-        return reference.random_inputs(*shape, seed, "cuda", hard, **types)
-
-    def norm_weight(self, inputs: reference.Inputs) -> torch.Tensor | None:
-        return None if self.constants.NORM_WEIGHT == "none" else inputs.norm_weight
-
-    def weights(self, inputs: reference.Inputs) -> tuple[Any, ...]:
-        mixes = (inputs.fn, inputs.scale, inputs.base)
-        return (*mixes, self.norm_weight(inputs))
-
-    def call(self, inputs: reference.Inputs) -> list[Any]:
-        """One boundary on every rank."""
-        for rank, part in zip(self.ranks, inputs.parts, strict=True):
-            rank.publish(part)
-        streams = (inputs.residual, inputs.post, inputs.comb)
-        pre = inputs.pre if self.delayed else None
-        outputs = [
-            rank.consume(*streams, *self.weights(inputs), pre) for rank in self.ranks
-        ]
-        self.join()
-        return outputs
-
-    def expected(self, inputs: reference.Inputs) -> reference.BoundaryResult:
-        streams = (inputs.residual, inputs.post, inputs.comb)
-        pre = inputs.pre if self.delayed else None
-        weights = self.weights(inputs)
-        return reference.boundary(inputs.parts, *streams, *weights, self.reference, pre)
-
-    def join(self) -> None:
-        for rank in self.ranks:
-            rank.join()
-        torch.cuda.synchronize()
-
-    def check(self, outputs: list[Any], expected: reference.BoundaryResult) -> None:
-        """The first rank's output is within the contract, the others' the same."""
-        first = outputs[0]
-        assert reference.bits_equal(first.residual, expected.residual)
-        layer_input = reference.check_layer_input(first.layer_input, expected)
-        assert layer_input.ok, layer_input
-        mixes = reference.check_mixes(first.post, first.comb, expected)
-        assert mixes.ok, mixes
-        assert hasattr(first, "pre") == self.delayed
-        if self.delayed:
-            off = reference.max_abs_error(first.pre, expected.pre)
-            assert off <= reference.MIX_TOLERANCE
-        assert hasattr(first, "stream_mean") == self.constants.STREAM_MEAN
-        if self.constants.STREAM_MEAN:
-            distance = reference.ulp_distance(first.stream_mean, expected.stream_mean)
-            exact = expected.residual.double()
-            counted = exact.mean(1).abs() > 1e-3 * exact.abs().mean(1)
-            counted |= distance == reference.NAN_DISTANCE
-            assert int((distance * counted).max()) <= 1
-        assert_same_bits(outputs)
+    pytest.skip(NEEDS_PACKAGES, allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +35,7 @@ def package(
     """A package; outputs come poisoned, and mailboxes must end re-armed."""
     name = request.param
     if name not in loaded_packages:
-        loaded_packages[name] = Package(name)
+        loaded_packages[name] = Package(FOLDER / name)
     chosen = loaded_packages[name]
     for rank in chosen.ranks:
         poison_outputs(rank, monkeypatch)

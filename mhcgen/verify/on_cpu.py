@@ -1,0 +1,358 @@
+"""Verifies in the emulator: all ranks on a CPU, one call after another or at once.
+
+Under stress, several calls are in flight and the adversarial scheduler runs them: each
+takes the streams that the call before it returns.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mhcgen import reference
+from mhcgen.compilation import check_archs, jobs_of
+from mhcgen.emulator.arithmetic import Array
+from mhcgen.emulator.errors import EmulatorError, PtxError
+from mhcgen.emulator.package import (
+    BF16,
+    EmulatedPackage,
+    EmulatedRanks,
+    Output,
+    Routed,
+    Streams,
+    Tensor,
+    Weights,
+    compile_ptx,
+    load_package,
+    plan_of,
+)
+from mhcgen.errors import MhcgenError
+from mhcgen.verify.calls import run_calls
+from mhcgen.verify.cases import Case, Options, cases, check_choice
+from mhcgen.verify.compare import Published, Returned, expected, returned_errors
+from mhcgen.verify.inputs import Call, draw
+from mhcgen.verify.report import Outcome
+from mhcgen.verify.subject import Subject
+
+
+def wanted_cases(folder: Path, options: Options) -> list[Case]:
+    """The cases of the package in a folder.
+
+    Raises:
+        MhcgenError: The package has not what is asked for, or breaks its spec.
+    """
+    check_constants(folder)
+    subject = Subject.of_package(folder)
+    check_archs(subject.name, options.archs, subject.archs)
+    check_choice("--transport", options.transports, subject.transports)
+    archs = options.archs or subject.archs
+    transports = options.transports or subject.transports
+    return [*cases(subject, options, archs, transports)]
+
+
+def verify(
+    folder: Path, wanted: Sequence[Case], advance: Callable[[str], None]
+) -> list[Outcome]:
+    """Runs cases of the package in a folder.
+
+    Args:
+        folder: The package.
+        wanted: The cases.
+        advance: Called after each, with its name.
+
+    Raises:
+        CompileError: A kernel does not compile.
+    """
+    with tempfile.TemporaryDirectory(prefix="mhcgen-") as kept:
+        archs = list(dict.fromkeys(case.arch for case in wanted))
+        names = kernels_of(folder, {case.transport for case in wanted})
+        compile_ptx(folder, archs, Path(kept), names)
+        packages = {}
+        outcomes = []
+        for case in wanted:
+            try:
+                if case.arch not in packages:
+                    packages[case.arch] = load_package(folder, case.arch, Path(kept))
+                outcomes.append(run(packages[case.arch], case))
+            except PtxError as error:
+                outcomes.append(Outcome(case, problems=[str(error)]))
+            advance(f"{case.arch} {case.transport}")
+        return outcomes
+
+
+def check_constants(folder: Path) -> None:
+    """Makes sure that the constants of a package are those of its spec.
+
+    Raises:
+        MhcgenError: They are not.
+    """
+    differing = Subject.of_package(folder).differences(Subject.of_plan(plan_of(folder)))
+    if differing:
+        raise MhcgenError(
+            f"{folder}/constants.py disagrees with spec.yaml beside it: "
+            f"{'; '.join(differing)}: run mhcgen build"
+        )
+
+
+def kernels_of(folder: Path, transports: Collection[str]) -> set[str]:
+    """The kernels that some transports need."""
+    return {
+        job.row.name
+        for job in jobs_of(folder)
+        if not job.row.name.startswith(("publish", "finalize"))
+        or job.row.name.endswith(tuple(transports))
+    }
+
+
+def run(package: EmulatedPackage, case: Case) -> Outcome:
+    """Runs a case; what goes wrong is in the outcome."""
+    outcome = Outcome(case)
+    subject = Subject.of_plan(package.plan)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the tensors are small
+    try:
+        if case.stress:
+            run_stress(package, subject, case, outcome)
+        else:
+            size = tensor_bytes(subject, case.tokens)
+            ranks = EmulatedRanks(package, case.transport, tensor_bytes=size)
+            run_calls(Emulator(ranks), subject, case, outcome)
+    except EmulatorError as error:
+        outcome.problems.append(str(error))
+    finally:
+        torch.set_num_threads(threads)
+    return outcome
+
+
+def tensor_bytes(subject: Subject, tokens: Sequence[int]) -> int:
+    """Memory enough for the tensors of some calls on one rank."""
+    row = 2 * subject.hidden
+    each = row * (9 * subject.hc + 32 + 2 * subject.top_k)
+    weights = 2 * subject.hc * (2 + subject.hc) * subject.hc * 2 * row + row
+    overhead = 64 << 14  # guards and rounding of each tensor
+    return sum(m * each + weights + 4 * row + overhead for m in tokens) + (4 << 20)
+
+
+# --- one call after another -----------------------------------------------------------
+
+
+class Emulator:
+    """All ranks of a package, in the emulator."""
+
+    def __init__(self, ranks: EmulatedRanks) -> None:
+        """Takes the ranks."""
+        self.ranks = ranks
+
+    def publish(self, call: Call) -> Published:
+        """Publishes on every rank."""
+        ranks = self.ranks
+        launch_publish(ranks, sent_by(ranks, call, ranks.tensor))
+        ranks.run()
+        rows = [
+            as_torch(ranks.published(rank, call.m)) for rank in range(ranks.plan.tp)
+        ]
+        return Published(rows[0], rows)
+
+    def consume(self, call: Call) -> list[Returned]:
+        """Takes what was published through the boundary and the mixes."""
+        ranks = self.ranks
+        output = ranks.consume(streams_of(call, ranks.tensor), weights_of(ranks, call))
+        return self._returned(output)
+
+    def whole(self, call: Call) -> list[Returned]:
+        """Makes a call by a boundary that publishes, where there is one."""
+        ranks = self.ranks
+        if not ranks.publishes(call.m, call.routed is not None):
+            return []
+        x = sent_by(ranks, call, ranks.tensor)
+        output = ranks.call(x, streams_of(call, ranks.tensor), weights_of(ranks, call))
+        return self._returned(output)
+
+    def _returned(self, output: Output) -> list[Returned]:
+        ranks = self.ranks
+        ranks.run()
+        return [
+            returned(output, rank)._replace(mix=read(output.mix, rank))
+            for rank in range(ranks.plan.tp)
+        ]
+
+    def problems(self) -> list[str]:
+        """What is wrong with the mailboxes once nobody uses them."""
+        return self.ranks.idle_problems()
+
+
+Upload = Callable[..., Tensor]
+
+
+def streams_of(call: Call, make: Upload) -> Streams:
+    """The streams of a call, the same on every rank."""
+    residual, post, comb, pre = call.streams
+    return Streams(
+        make("residual", as_numpy(residual)),
+        make("post", as_numpy(post)),
+        make("comb", as_numpy(comb)),
+        None if pre is None else make("pre", as_numpy(pre)),
+    )
+
+
+def weights_of(ranks: EmulatedRanks, call: Call) -> Weights:
+    """The weights of a call, the same on every rank."""
+    inputs, weight = call.inputs, call.norm_weight
+    return Weights(
+        ranks.tensor("fn", as_numpy(inputs.fn)),
+        ranks.tensor("scale", as_numpy(inputs.scale)),
+        ranks.tensor("base", as_numpy(inputs.base)),
+        None if weight is None else ranks.tensor("norm_weight", as_numpy(weight)),
+    )
+
+
+def sent_by(ranks: EmulatedRanks, call: Call, make: Upload) -> Tensor | Routed:
+    """What the ranks send in a call: their rows, or the routed rows that they sum.
+
+    Args:
+        ranks: The ranks.
+        call: The call.
+        make: Uploads what the kernel before makes; routing is older.
+    """
+    if call.routed is None:
+        return make("x", *map(as_numpy, call.inputs.parts))
+    first = call.routed[0]
+    makes = {name: ranks.tensor for name in first._fields} | {"gemm2_permuted": make}
+    return Routed(
+        **{
+            name: makes[name](
+                name, *(as_numpy(getattr(rows, name)) for rows in call.routed)
+            )
+            for name in first._fields
+            if getattr(first, name) is not None
+        }
+    )
+
+
+def launch_publish(ranks: EmulatedRanks, x: Tensor | Routed) -> None:
+    """Launches the publish or the finalize of what the ranks send."""
+    if isinstance(x, Routed):
+        ranks.publish_finalize(x)
+    else:
+        ranks.publish(x)
+
+
+def returned(output: Output, rank: int) -> Returned:
+    """What a boundary returned on a rank, but for its mixes."""
+    streams = output.streams
+    return Returned(
+        residual=as_torch(streams.residual.read(rank)),
+        layer_input=as_torch(output.layer_input.read(rank)),
+        post=as_torch(streams.post.read(rank)),
+        comb=as_torch(streams.comb.read(rank)),
+        pre=read(streams.pre, rank),
+        stream_mean=read(output.stream_mean, rank),
+    )
+
+
+def read(tensor: Tensor | None, rank: int) -> torch.Tensor | None:
+    """What a tensor holds on a rank, if there is one."""
+    return None if tensor is None else as_torch(tensor.read(rank))
+
+
+# --- stress ---------------------------------------------------------------------------
+
+
+def run_stress(
+    package: EmulatedPackage, subject: Subject, case: Case, outcome: Outcome
+) -> None:
+    """Launches all calls of a case, and lets the adversary run them."""
+    # Room for all blocks, for one cluster after another, or for three; but for all
+    # clusters of a boundary that publishes.
+    target = package.plan.target(case.arch)
+    clusters, size = (None, 1, 3)[case.seed % 3], target.cluster_size
+    calls = [draw(subject, case, index) for index in range(len(case.tokens))]
+    whole = [call.m for call in calls if call.launches == 1]
+    at_once = [target.boundary_launch(m).grid[1] for m in whole]
+    clusters = clusters and max(clusters, *at_once, 1)
+    ranks = EmulatedRanks(
+        package,
+        case.transport,
+        seed=case.seed,
+        resident_blocks=clusters and clusters * size,
+        tensor_bytes=tensor_bytes(subject, case.tokens),
+    )
+    flights: list[_Flight] = []
+    for call in calls:
+        before = flights[-1].output.streams if flights else None
+        flights.append(_Flight.start(ranks, call, before))
+    ranks.run()
+    for flight in flights:
+        for rank in range(subject.tp):
+            result = flight.expected(subject, rank)
+            outcome.errors.include(
+                returned_errors(returned(flight.output, rank), result)
+            )
+    outcome.problems += ranks.idle_problems()
+
+
+@dataclass
+class _Flight:
+    """A call in flight: what it was given and what it returns.
+
+    Its mixes are gone when all is over: the next call has overwritten them.
+    """
+
+    call: Call
+    streams: Streams
+    output: Output
+    _results: dict[bytes, reference.BoundaryResult] = field(default_factory=dict)
+
+    @classmethod
+    def start(cls, ranks: EmulatedRanks, call: Call, before: Streams | None) -> _Flight:
+        """Launches a call, with the streams of the one before if it has enough tokens.
+
+        What comes from elsewhere, a kernel before the publish writes.
+        """
+        if before is not None and before.residual.shape[0] >= call.m:
+            streams = before.first(call.m)
+        else:
+            streams = streams_of(call, ranks.produced)
+        weights = weights_of(ranks, call)
+        x = sent_by(ranks, call, ranks.produced)
+        if call.launches == 1 and ranks.publishes(call.m, call.routed is not None):
+            return cls(call, streams, ranks.call(x, streams, weights))
+        launch_publish(ranks, x)
+        return cls(call, streams, ranks.consume(streams, weights))
+
+    def expected(self, subject: Subject, rank: int) -> reference.BoundaryResult:
+        """The reference's results for the streams that this rank was given."""
+        streams = self.streams
+        residual = as_torch(streams.residual.read(rank))
+        post, comb = (
+            as_torch(streams.post.read(rank)),
+            as_torch(streams.comb.read(rank)),
+        )
+        given = residual, post, comb, read(streams.pre, rank)
+        # The ranks' streams are the same, unless something is wrong.
+        key = b"".join(as_numpy(each).tobytes() for each in given if each is not None)
+        if key not in self._results:
+            self._results[key] = expected(subject, self.call, self.call.parts(), given)
+        return self._results[key]
+
+
+# --- BF16 -----------------------------------------------------------------------------
+
+
+def as_numpy(tensor: torch.Tensor) -> Array:
+    """A tensor as an array; BF16 as its bits."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.int16).numpy().view(BF16)
+    return tensor.contiguous().numpy()
+
+
+def as_torch(array: Array) -> torch.Tensor:
+    """An array as a tensor; 16-bit integers are BF16."""
+    if array.dtype == BF16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

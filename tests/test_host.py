@@ -1,0 +1,665 @@
+"""The host side of a package on tensors of the CPU: checks, launches, streams.
+
+The kernels, the streams and the events are stand-ins that write down what is done.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mhcgen.bench import contenders
+from mhcgen.bench import machine as gpus
+from mhcgen.bench.contenders import Inputs
+from mhcgen.bench.host_time import host_time
+from mhcgen.bench.packages import Loaded
+from mhcgen.build import write_files
+from mhcgen.plan import Plan, make_plan
+from mhcgen.render import render
+from mhcgen.resources import resource
+from mhcgen.runtime import loader
+from mhcgen.runtime.arguments import BoundaryInput, Checks
+from mhcgen.runtime.host import FusedBoundary
+from mhcgen.runtime.launcher import Launcher
+from mhcgen.spec_file import load_spec
+from tests.stand_ins import Machine, machine_in, mailbox_of
+
+H, HC, MIX = 512, 4, 24
+NAMES = ("x", "residual", "post", "comb", "fn", "scale", "base", "norm_weight")
+
+
+ROOM = {1: 60, 2: 6}  # clusters that run at once, by token group
+TOKEN_GROUPS = (
+    {"max_tokens": 8, "group": 1},
+    {"max_tokens": 16, "group": 2},
+    {"max_tokens": 32, "group": 4, "launches": 2},
+)
+
+
+def import_variant(folder: Path, name: str, **changes: Any) -> tuple[Any, Any]:
+    """The constants and the kernels of a narrow package."""
+    source = load_spec(resource("specs") / "glm53.yaml").spec
+    document = source.model_dump()
+    document["name"] = name
+    document["model"]["hidden"] = H
+    document["capacity"]["max_tokens"] = 32
+    target = {"cluster_size": 2, "token_groups": TOKEN_GROUPS}
+    document["targets"] = {"sm_90a": target}
+    for key, value in changes.items():
+        document[key] = value
+    plan: Plan = make_plan(type(source).model_validate(document))
+    (folder / name).mkdir()
+    write_files(folder / name, render(plan, formatting=False))
+    name = loader.import_package(folder / name)
+    return (
+        importlib.import_module(f"{name}.constants"),
+        importlib.import_module(f"{name}.kernels"),
+    )
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """A package whose mixes are computed on a side stream."""
+    folder = tmp_path_factory.mktemp("package")
+    return import_variant(folder, "host_test", mixes="side_stream")
+
+
+@pytest.fixture(scope="module")
+def tail_modules(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """A package whose boundaries compute the mixes themselves; it has an entry."""
+    folder = tmp_path_factory.mktemp("package")
+    return import_variant(folder, "host_tail", mixes="tail", ends={"entry": True})
+
+
+@pytest.fixture(scope="module")
+def alone_modules(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """A package for one rank."""
+    folder = tmp_path_factory.mktemp("package")
+    groups = ({"max_tokens": 32, "group": 1},)
+    target = {"cluster_size": 2, "token_groups": groups}
+    return import_variant(
+        folder,
+        "host_alone",
+        mixes="tail",
+        parallel={"tp": 1},
+        targets={"sm_90a": target},
+    )
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return machine_in(monkeypatch)
+
+
+def fused_of(
+    machine: Machine, modules: tuple[Any, Any], room: dict[int, int]
+) -> FusedBoundary:
+    constants, kernels = modules
+    box = mailbox_of(constants)
+    names = kernels.kernels("sm_90a", (box.transport,))
+    compiled = {name: machine.kernel(name) for name in names}
+    return FusedBoundary(Launcher(constants, kernels, compiled, "sm_90a", box, room))
+
+
+def forget(fused: FusedBoundary) -> None:
+    """Nothing of it is on a GPU."""
+    if fused._side is not None:
+        fused._side.pending = None
+
+
+@pytest.fixture
+def boundary(machine: Machine, modules: tuple[Any, Any]) -> Iterator[FusedBoundary]:
+    fused = fused_of(machine, modules, ROOM)
+    yield fused
+    forget(fused)
+
+
+@pytest.fixture
+def tail(machine: Machine, tail_modules: tuple[Any, Any]) -> FusedBoundary:
+    return fused_of(machine, tail_modules, ROOM)
+
+
+def arguments(m: int) -> dict[str, torch.Tensor]:
+    bf16 = torch.bfloat16
+    tensors = (
+        torch.zeros(m, H, dtype=bf16),
+        torch.zeros(m, HC, H, dtype=bf16),
+        torch.zeros(m, HC, 1),
+        torch.zeros(m, HC, HC),
+        torch.zeros(MIX, HC * H, dtype=bf16),
+        torch.zeros(3),
+        torch.zeros(MIX),
+        torch.zeros(H, dtype=bf16),
+    )
+    return dict(zip(NAMES, tensors, strict=True))
+
+
+def input_of(m: int) -> BoundaryInput:
+    return BoundaryInput(*list(arguments(m).values())[1:], None)
+
+
+def launches(log: list[str]) -> list[str]:
+    return [line for line in log if "event" not in line]
+
+
+# The boundaries of few tokens, in one launch.
+PUBLISHING = "boundary_1_unicast"
+FINALIZING = "boundary_1_finalize_fp32_shared_unicast"
+
+
+ROUTED = (
+    "gemm2_permuted",
+    "expert_weights",
+    "expanded_idx_to_permuted_idx",
+    "shared_output",
+)
+
+
+def routed(m: int) -> dict[str, torch.Tensor]:
+    """The arguments of finalize."""
+    given = {
+        "gemm2_permuted": torch.zeros(5, H, dtype=torch.bfloat16),
+        "expert_weights": torch.zeros(m, 8),
+        "expanded_idx_to_permuted_idx": torch.zeros(m, 8, dtype=torch.int32),
+        "shared_output": torch.zeros(m, H, dtype=torch.bfloat16),
+    }
+    rest = arguments(m)
+    del rest["x"]
+    return given | rest
+
+
+def test_a_call(machine: Machine, boundary: FusedBoundary) -> None:
+    """One launch on the stream; mixes beside, between two events."""
+    output = boundary(**arguments(3))
+    done = machine.done()
+    assert launches(done) == [PUBLISHING, "mixes"]
+    fork, join = done[1:3], done[4:]
+    assert [line.split(" event")[0] for line in fork] == ["record", "99 waits for"]
+    assert len(join) == 1 and join[0].endswith("on 99")
+    assert [tuple(tensor.shape) for tensor in output] == [
+        (3, HC, H),
+        (3, HC, 1),
+        (3, HC, HC),
+        (3, H),
+    ]
+    assert [tensor.dtype for tensor in output] == [
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+        torch.bfloat16,
+    ]
+    assert all(tensor.is_contiguous() for tensor in output)
+    storages = {tensor.untyped_storage().data_ptr() for tensor in output}
+    assert len(storages) == 4, "outputs share memory"
+
+
+def test_dispatch(
+    machine: Machine, boundary: FusedBoundary, modules: tuple[Any, Any]
+) -> None:
+    """Each M gets the kernel of its row, in one launch where its clusters run at once.
+
+    Of the second row's group, six clusters do: calls of up to twelve tokens.
+    """
+    constants, kernels = modules
+    for tokens in range(1, constants.CAPACITY + 1):
+        row = next(
+            r
+            for r in constants.TARGETS["sm_90a"].token_groups
+            if tokens <= r.max_tokens
+        )
+        boundary(**arguments(tokens))
+        expected = ["publish_unicast", kernels.boundary_name(row.size)]
+        if tokens <= 12:
+            expected = [kernels.boundary_name(row.size, "unicast")]
+        assert launches(machine.done()) == [*expected, "mixes"]
+        assert boundary.launches(tokens) == len(expected)
+    assert boundary.launches(0) == 0
+    for m in (-1, constants.CAPACITY + 1):
+        with pytest.raises(ValueError, match=f"m is {m}; this package takes 0 to 32"):
+            boundary.launches(m)
+
+
+def test_a_row_that_names_two_launches_takes_two(
+    machine: Machine, tmp_path: Path
+) -> None:
+    """Whatever runs at once, and whatever another row of its group takes."""
+    rows = (
+        {"max_tokens": 8, "group": 1},
+        {"max_tokens": 32, "group": 1, "launches": 2},
+    )
+    target = {"cluster_size": 2, "token_groups": rows}
+    modules = import_variant(
+        tmp_path, "host_rows", mixes="tail", targets={"sm_90a": target}
+    )
+    fused = fused_of(machine, modules, {1: 60})
+    assert [fused.launches(m) for m in (1, 8, 9, 32)] == [1, 1, 2, 2]
+    for m, count in ((8, 1), (9, 2)):
+        fused.finalize(**routed(m))
+        assert len(machine.done()) == count
+
+
+@pytest.mark.parametrize("room", [{}, {1: 0, 2: 0}])
+def test_without_room_every_call_takes_two_launches(
+    machine: Machine, modules: tuple[Any, Any], room: dict[int, int]
+) -> None:
+    fused = fused_of(machine, modules, room)
+    fused(**arguments(1))
+    forget(fused)
+    assert launches(machine.done()) == ["publish_unicast", "boundary_1", "mixes"]
+    assert {fused.launches(m) for m in range(1, 33)} == {2}
+
+
+@pytest.mark.parametrize(
+    ("m", "expected"),
+    [
+        (3, [FINALIZING]),
+        (12, ["boundary_2_finalize_fp32_shared_unicast"]),
+        (13, ["finalize_fp32_shared_unicast", "boundary_2"]),
+        (20, ["finalize_fp32_shared_unicast", "boundary_4"]),
+    ],
+)
+def test_finalize(
+    machine: Machine, boundary: FusedBoundary, m: int, expected: list[str]
+) -> None:
+    """One launch where the row's boundaries close routed sums and all run at once."""
+    boundary.finalize(**routed(m))
+    assert launches(machine.done()) == [*expected, "mixes"]
+
+
+@pytest.mark.parametrize(("m", "size"), [(3, 1), (16, 2), (20, 4)])
+def test_halves_are_launches_of_their_own(
+    machine: Machine, boundary: FusedBoundary, m: int, size: int
+) -> None:
+    given = arguments(m)
+    boundary.publish(given.pop("x"))
+    boundary.consume(**given)
+    assert launches(machine.done()) == ["publish_unicast", f"boundary_{size}", "mixes"]
+    given = routed(m)
+    boundary.publish_finalize(*[given.pop(name) for name in ROUTED])
+    boundary.consume(**given)
+    finalize = "finalize_fp32_shared_unicast"
+    assert launches(machine.done()) == [finalize, f"boundary_{size}", "mixes"]
+
+
+def test_what_the_kernels_are_given(machine: Machine, boundary: FusedBoundary) -> None:
+    """Rows to publish and where to, in a whole call; nothing of it to consume only."""
+    given = arguments(3)
+    output = boundary(**given)
+    x, *unrouted, addresses, rank = machine.given[PUBLISHING][:7]
+    assert x is given["x"]
+    assert unrouted == [None] * 4
+    assert (tuple(addresses.shape), rank) == ((4,), 0)
+    rest = machine.given[PUBLISHING][7:]
+    assert same(rest[:7], [given[name] for name in NAMES[1:]])
+    assert [tuple(each.shape) for each in rest[7:9]] == [(3, 4, 32, H), (2,)]
+    residual, mix, layer_input = rest[9:]
+    assert same([residual, layer_input], [output.residual, output.layer_input])
+    assert mix.shape == (3, MIX)
+    assert same(
+        machine.given["mixes"],
+        [mix, given["scale"], given["base"], output.post, output.comb, 99],
+    )
+    boundary.publish(given["x"])
+    boundary.consume(**{name: given[name] for name in NAMES[1:]})
+    assert machine.given["boundary_1"][:7] == (None,) * 6 + (0,)
+    assert len(machine.given["boundary_1"]) == len(machine.given[PUBLISHING])
+    closed = routed(3)
+    boundary.finalize(**closed)
+    assert machine.given[FINALIZING][0] is None
+    assert same(machine.given[FINALIZING][1:5], [closed[name] for name in ROUTED])
+    assert len(machine.given[FINALIZING]) == len(machine.given[PUBLISHING])
+
+
+def same(these: Iterable[Any], those: Iterable[Any]) -> bool:
+    """Whether they are the same objects."""
+    return [id(each) for each in these] == [id(each) for each in those]
+
+
+def test_a_tail_needs_no_side_stream(machine: Machine, tail: FusedBoundary) -> None:
+    """One launch, no event, no memory for mixes; join has nothing to wait for."""
+    made = machine.made
+    given = arguments(3)
+    output = tail(**given)
+    tail.join()
+    assert machine.done() == [PUBLISHING]
+    assert machine.made == made == 0
+    *_, residual, post, comb, layer_input = machine.given[PUBLISHING]
+    assert same([residual, post, comb, layer_input], output)
+    tail.finalize(**routed(3))
+    tail(**arguments(20))
+    assert machine.done() == [
+        FINALIZING,
+        *("publish_unicast", "boundary_4"),
+    ]
+
+
+def test_an_entry_of_a_tail_launches_its_mixes_behind_it(
+    machine: Machine, tail: FusedBoundary
+) -> None:
+    given = arguments(3)
+    names = ("fn", "scale", "base", "norm_weight")
+    machine.handle = 7
+    output = tail.entry(given["x"], **{name: given[name] for name in names})
+    assert machine.done() == ["entry", "mixes"]
+    mix, *_, post, comb, stream = machine.given["mixes"]
+    assert mix is machine.given["entry"][6]
+    assert same([post, comb], [output.post, output.comb])
+    assert stream == 7
+
+
+def test_one_rank_alone(machine: Machine, alone_modules: tuple[Any, Any]) -> None:
+    """Its boundary takes x itself; behind finalize, the rows that finalize wrote."""
+    alone = fused_of(machine, alone_modules, {})
+    given = arguments(3)
+    alone(**given)
+    assert machine.done() == ["boundary_1"]
+    assert machine.given["boundary_1"][0] is given["x"]
+    assert len(machine.given["boundary_1"]) == 1 + 7 + 4
+    assert (alone.launches(0), alone.launches(32)) == (0, 1)
+    alone.finalize(**routed(3))
+    assert machine.done() == ["finalize_fp32_shared_local", "boundary_1"]
+    assert (
+        machine.given["boundary_1"][0] is machine.given["finalize_fp32_shared_local"][4]
+    )
+
+
+def test_rows_that_wait_to_be_consumed_stop_a_call(
+    machine: Machine, boundary: FusedBoundary
+) -> None:
+    """One launch or two: the mailbox holds the rows of another call."""
+    boundary.publish(arguments(3)["x"])
+    machine.done()
+    for m in (3, 20):
+        with pytest.raises(RuntimeError, match="an earlier call broke off"):
+            boundary(**arguments(m))
+    assert machine.done() == []
+
+
+def test_a_launch_that_fails_leaves_the_object_usable(
+    machine: Machine, boundary: FusedBoundary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole call is one launch: nothing of it is under way if that fails."""
+    launcher = boundary._launcher
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("no launch")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launcher, "call", fail)
+        with pytest.raises(RuntimeError, match="no launch"):
+            boundary(**arguments(3))
+    assert machine.done() == []
+    boundary(**arguments(3))
+    assert launches(machine.done()) == [PUBLISHING, "mixes"]
+
+
+def waits(log: list[str], stream: int) -> int:
+    return sum(line.startswith(f"{stream} waits") for line in log)
+
+
+def test_the_next_call_waits_for_the_mixes(
+    machine: Machine, boundary: FusedBoundary
+) -> None:
+    boundary(**arguments(2))
+    machine.done()
+    boundary(**arguments(2))
+    done = machine.done()
+    assert done[0].startswith("0 waits")
+    assert done[1] == PUBLISHING
+
+
+def test_a_stream_that_has_joined_does_not_wait_again(
+    machine: Machine, boundary: FusedBoundary
+) -> None:
+    boundary(**arguments(2))
+    machine.done()
+    boundary.join()
+    boundary.join()
+    assert waits(machine.done(), 0) == 1
+    boundary(**arguments(2))
+    assert waits(machine.done(), 0) == 0
+
+
+def test_another_streams_join_does_not_count(
+    machine: Machine, boundary: FusedBoundary
+) -> None:
+    boundary(**arguments(2))
+    machine.handle = 5
+    boundary.join()
+    machine.handle = 0
+    machine.done()
+    boundary(**arguments(2))
+    assert waits(machine.done(), 0) == 1
+
+
+def test_a_capture_refuses_pending_mixes_and_takes_joined_ones(
+    machine: Machine, boundary: FusedBoundary
+) -> None:
+    boundary(**arguments(2))
+    machine.done()
+    machine.capturing = True
+    with pytest.raises(RuntimeError, match=r"call join\(\) before the capture"):
+        boundary(**arguments(2))
+    assert machine.done() == []
+    machine.capturing = False
+    boundary.join()
+    machine.done()
+    machine.capturing, machine.handle = True, 5
+    boundary(**arguments(2))
+    boundary.join()
+    done = machine.done()
+    assert launches(done) == [PUBLISHING, "mixes"]
+    # The eager mixes are not waited for in the capture, its own ones are.
+    assert [line.startswith("5 waits") for line in done].index(True) == len(done) - 1
+
+
+def test_the_stream_is_looked_up_once(
+    machine: Machine, boundary: FusedBoundary
+) -> None:
+    """To make the object of the current stream takes microseconds."""
+    boundary(**arguments(1))
+    made = machine.made
+    for _ in range(5):
+        boundary(**arguments(1))
+        boundary.join()
+    assert machine.made == made
+    machine.handle = 5
+    boundary(**arguments(1))
+    assert machine.made == made + 1
+
+
+def test_memory_that_goes_back_to_another_stream_is_recorded(
+    machine: Machine, boundary: FusedBoundary
+) -> None:
+    boundary(**arguments(1))
+    boundary(**arguments(1))
+    assert machine.recorded == 0
+    machine.handle = 5
+    boundary(**arguments(1))
+    assert machine.recorded == 5
+
+
+def test_no_tokens(machine: Machine, boundary: FusedBoundary) -> None:
+    output = boundary(**arguments(0))
+    assert machine.done() == []
+    assert [len(tensor) for tensor in output] == [0] * 4
+
+
+def refused(fault: str, tensor: torch.Tensor) -> Any:
+    """An argument with one fault."""
+    if fault == "type":
+        return [1.0]
+    if fault == "dtype":
+        return tensor.half()
+    if fault == "shape":
+        return torch.cat([tensor, tensor], dim=-1)
+    if fault == "device":
+        return tensor.to("meta")
+    if fault == "strides":
+        return torch.cat([tensor, tensor], dim=-1)[..., ::2]
+    if fault == "negated":
+        return torch._neg_view(tensor)
+    if fault == "freed":
+        freed = tensor.clone()
+        freed.untyped_storage().resize_(0)
+        return freed
+    assert fault == "alignment"
+    wide = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)
+    return wide[1:].view(tensor.shape)
+
+
+FAULTS = {
+    "type": (TypeError, "is a list"),
+    "dtype": (TypeError, "has dtype torch.float16"),
+    "shape": (ValueError, "has shape"),
+    "device": (ValueError, "is on meta"),
+    "strides": (ValueError, "has strides"),
+    "negated": (ValueError, "is a negated view"),
+    "freed": (ValueError, "has no memory"),
+    "alignment": (ValueError, "starts at 0x"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_named_and_nothing_is_launched(
+    machine: Machine, boundary: FusedBoundary, name: str, fault: str
+) -> None:
+    given: dict[str, Any] = arguments(3)
+    boundary(**given)
+    machine.done()
+    given[name] = refused(fault, given[name])
+    error, message = FAULTS[fault]
+    with pytest.raises(error, match=f"^{name} {message}"):
+        boundary(**given)
+    assert machine.done() == []
+
+
+def test_a_known_weight_is_not_checked_again(
+    modules: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = Checks(modules[0], torch.device("cpu"))
+    inputs = input_of(3)
+    checks.boundary(3, inputs)
+    checked: list[str] = []
+    monkeypatch.setattr(
+        checks, "_tensor", lambda name, tensor, dtype, shape: checked.append(name)
+    )
+    checks.boundary(3, inputs)
+    assert checked == ["residual", "post", "comb"]
+
+
+def test_a_known_weight_whose_memory_moved_is_checked_again(
+    modules: tuple[Any, Any],
+) -> None:
+    checks = Checks(modules[0], torch.device("cpu"))
+    inputs = input_of(3)
+    checks.boundary(3, inputs)
+    inputs.fn.data = inputs.fn.data.float()
+    with pytest.raises(TypeError, match=r"^fn has dtype torch\.float32"):
+        checks.boundary(3, inputs)
+    inputs.base.untyped_storage().resize_(0)
+    with pytest.raises((TypeError, ValueError)):
+        checks.boundary(3, inputs)
+
+
+def test_one_weight_in_the_place_of_another(modules: tuple[Any, Any]) -> None:
+    """A tensor is known by the argument that it was checked for."""
+    checks = Checks(modules[0], torch.device("cpu"))
+    inputs = input_of(3)
+    checks.boundary(3, inputs)
+    with pytest.raises(ValueError, match=r"^scale has shape"):
+        checks.boundary(3, inputs._replace(scale=inputs.base))
+
+
+def test_weights_that_are_gone_are_forgotten(modules: tuple[Any, Any]) -> None:
+    checks = Checks(modules[0], torch.device("cpu"))
+    for _ in range(3):
+        inputs = input_of(1)
+        checks.boundary(1, inputs)
+    assert len(checks._known) == 1
+    moved = inputs._replace(base=torch.zeros(MIX))
+    checks.boundary(1, moved)
+    assert len(checks._known) == 2
+    del moved
+    gc.collect()
+    assert len(checks._known) == 1
+    del inputs
+    gc.collect()
+    assert checks._known == {}
+
+
+def test_kernels_are_called_without_the_layer_for_keywords(
+    machine: Machine, modules: tuple[Any, Any], boundary: FusedBoundary
+) -> None:
+    """The compiler's wrapper is unwrapped where it can be, and kept alive."""
+
+    class Wrapper:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __tvm_ffi_object__(self) -> Any:
+            return machine.kernel(f"bare {self.name}")
+
+    constants, kernels = modules
+    compiled = {n: Wrapper(n) for n in kernels.kernels("sm_90a", ("unicast",))}
+    box = boundary._launcher.mailbox
+    fused = FusedBoundary(Launcher(constants, kernels, compiled, "sm_90a", box, ROOM))
+    fused(**arguments(1))
+    fused(**arguments(20))
+    forget(fused)
+    assert launches(machine.done()) == [
+        f"bare {PUBLISHING}",
+        "bare mixes",
+        "bare publish_unicast",
+        "bare boundary_4",
+        "bare mixes",
+    ]
+    assert fused._launcher._compiled is compiled
+
+
+@pytest.fixture
+def inputs(
+    boundary: FusedBoundary, monkeypatch: pytest.MonkeyPatch, machine: Machine
+) -> Inputs:
+    """What the benchmark times, on the CPU."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    package = Loaded("", "host_test", boundary, {"name": "host_test"})
+    return Inputs(gpus.Machine(0, 1, torch.device("cpu")), package, 3)
+
+
+def test_the_benchmark_times_what_it_says(machine: Machine, inputs: Inputs) -> None:
+    package = inputs.package
+    columns = {each.column: each for each in contenders.package_contenders(package)}
+    assert list(columns) == ["boundary", "with mixes", "finalize"]
+    expected = {
+        "boundary": [PUBLISHING],
+        "with mixes": [PUBLISHING, "mixes"],
+        "finalize": [FINALIZING],
+    }
+    for column, kernels in expected.items():
+        columns[column].call_for(inputs)()
+        done = machine.done()
+        assert launches(done) == kernels
+        if column == "with mixes":
+            assert done[-1].startswith("0 waits")
+
+
+def test_what_needs_more_gpus_says_so(inputs: Inputs) -> None:
+    for contender in (contenders.nccl, contenders.one_shot):
+        with pytest.raises(contenders.UnavailableError, match="a GPU for each rank"):
+            contender(inputs)
+
+
+def test_the_hosts_time_is_told_by_steps(machine: Machine, inputs: Inputs) -> None:
+    times = host_time(inputs)
+    assert times["call and join"] == pytest.approx(times["call"] + times["join"])
+    assert {"checks of x", "other checks", "outputs", "boundary"} < set(times)
+    assert "publish" not in times
+    assert min(times.values()) > 0
