@@ -1087,6 +1087,14 @@ def launches_fault(target: TargetPlan, max_tokens: int, group: int) -> str | Non
     return None
 
 
+def launches_hint(target: TargetPlan, group: int) -> str | None:
+    """What calls of a token group one launch can serve; None if there are none."""
+    if target.plan.tp == 1:
+        return None
+    wave = clusters_at_once(target.architecture, target.cluster_size)
+    return f"or end the entry at {wave * group} tokens"
+
+
 def clusters_at_once(architecture: Architecture, cluster_size: int) -> int:
     """Clusters that run together, one block a multiprocessor."""
     return architecture.cluster_8_capacity * PORTABLE_CLUSTER // cluster_size
@@ -1133,6 +1141,7 @@ def target_problems(
                         fault,
                         given="1",
                         allowed="2",
+                        hint=launches_hint(planned, row.group),
                     )
                 )
         fault = group_fault(planned, row.group)

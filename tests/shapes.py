@@ -45,7 +45,7 @@ SHAPES = (
     shape("fn_in_shared", 264, 8, 16),
     shape("fn_in_l2", 512, 8, 2, cluster_size=2, arch="sm_120a"),
     shape("fn_in_l2_idle", 520, 8, 2, cluster_size=2, arch="sm_120a"),
-    shape("no_prefetch", 520, 8, 16, cluster_size=2, arch="sm_120a"),
+    shape("two_polls_and_fn_in_l2", 520, 8, 16, cluster_size=2, arch="sm_120a"),
     shape("trips", 1024, 8, 1, cluster_size=1),
     shape("trips_idle", 1032, 8, 2, cluster_size=1),
 )

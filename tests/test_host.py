@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,11 +23,12 @@ from mhcgen.build import write_files
 from mhcgen.plan import Plan, make_plan
 from mhcgen.render import render
 from mhcgen.resources import resource
-from mhcgen.runtime import loader, mailbox
+from mhcgen.runtime import loader
 from mhcgen.runtime.arguments import BoundaryInput, Checks
 from mhcgen.runtime.host import FusedBoundary
 from mhcgen.runtime.launcher import Launcher
 from mhcgen.spec_file import load_spec
+from tests.stand_ins import Machine, machine_in, mailbox_of
 
 H, HC, MIX = 512, 4, 24
 NAMES = ("x", "residual", "post", "comb", "fn", "scale", "base", "norm_weight")
@@ -92,83 +92,9 @@ def alone_modules(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     )
 
 
-class Machine:
-    """Stand-ins for streams, events and kernels, and what was done, in order."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.handle = 0
-        self.capturing = False
-        self.made = 0
-        self.recorded = 0
-        self.given: dict[str, tuple[Any, ...]] = {}
-
-    def stream(self, handle: int) -> Any:
-        self.made += 1
-        return SimpleNamespace(cuda_stream=handle)
-
-    def event(self) -> Any:
-        name = f"event {self.made}"
-        self.made += 1
-
-        def record(stream: Any) -> None:
-            self.log.append(f"record {name} on {stream.cuda_stream}")
-
-        def wait(stream: Any) -> None:
-            self.log.append(f"{stream.cuda_stream} waits for {name}")
-
-        return SimpleNamespace(record=record, wait=wait)
-
-    def recorded_on(self, stream: Any) -> None:
-        self.recorded += 1
-        assert stream.cuda_stream == 99
-
-    def kernel(self, name: str) -> Callable[..., None]:
-        def launch(*arguments: Any) -> None:
-            self.log.append(name)
-            self.given[name] = arguments
-
-        return launch
-
-    def done(self) -> list[str]:
-        """What was done since the last time."""
-        log, self.log[:] = list(self.log), []
-        return log
-
-
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    machine = Machine()
-    cuda = torch.cuda
-    monkeypatch.setattr(cuda, "Stream", lambda device: machine.stream(99))
-    monkeypatch.setattr(cuda, "Event", machine.event)
-    monkeypatch.setattr(cuda, "current_device", lambda: None)
-    monkeypatch.setattr(
-        cuda, "current_stream", lambda device: machine.stream(machine.handle)
-    )
-    monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: machine.capturing)
-    monkeypatch.setattr(
-        torch._C,
-        "_cuda_getCurrentRawStream",
-        lambda index: machine.handle,
-        raising=False,
-    )
-    monkeypatch.setattr(
-        torch.Tensor, "record_stream", lambda tensor, side: machine.recorded_on(side)
-    )
-    return machine
-
-
-def mailbox_of(constants: Any) -> mailbox.Mailbox:
-    if constants.TP == 1:
-        return mailbox.local(torch.device("cpu"))
-    return mailbox.Mailbox(
-        rank=0,
-        transport="unicast",
-        buffer=torch.empty(mailbox.mailbox_shape(constants), dtype=torch.bfloat16),
-        addresses=torch.zeros(constants.TP, dtype=torch.int64),
-        state=torch.zeros(2, dtype=torch.int32),
-    )
+    return machine_in(monkeypatch)
 
 
 def fused_of(
@@ -222,7 +148,17 @@ def launches(log: list[str]) -> list[str]:
     return [line for line in log if "event" not in line]
 
 
-PUBLISHING = "boundary_1_unicast"  # the boundary of few tokens, in one launch
+# The boundaries of few tokens, in one launch.
+PUBLISHING = "boundary_1_unicast"
+FINALIZING = "boundary_1_finalize_fp32_shared_unicast"
+
+
+ROUTED = (
+    "gemm2_permuted",
+    "expert_weights",
+    "expanded_idx_to_permuted_idx",
+    "shared_output",
+)
 
 
 def routed(m: int) -> dict[str, torch.Tensor]:
@@ -289,6 +225,25 @@ def test_dispatch(
             boundary.launches(m)
 
 
+def test_a_row_that_names_two_launches_takes_two(
+    machine: Machine, tmp_path: Path
+) -> None:
+    """Whatever runs at once, and whatever another row of its group takes."""
+    rows = (
+        {"max_tokens": 8, "group": 1},
+        {"max_tokens": 32, "group": 1, "launches": 2},
+    )
+    target = {"cluster_size": 2, "token_groups": rows}
+    modules = import_variant(
+        tmp_path, "host_rows", mixes="tail", targets={"sm_90a": target}
+    )
+    fused = fused_of(machine, modules, {1: 60})
+    assert [fused.launches(m) for m in (1, 8, 9, 32)] == [1, 1, 2, 2]
+    for m, count in ((8, 1), (9, 2)):
+        fused.finalize(**routed(m))
+        assert len(machine.done()) == count
+
+
 @pytest.mark.parametrize("room", [{}, {1: 0, 2: 0}])
 def test_without_room_every_call_takes_two_launches(
     machine: Machine, modules: tuple[Any, Any], room: dict[int, int]
@@ -300,30 +255,47 @@ def test_without_room_every_call_takes_two_launches(
     assert {fused.launches(m) for m in range(1, 33)} == {2}
 
 
-@pytest.mark.parametrize("m", [3, 16])
-def test_finalize_and_halves_take_two_launches(
-    machine: Machine, boundary: FusedBoundary, m: int
+@pytest.mark.parametrize(
+    ("m", "expected"),
+    [
+        (3, [FINALIZING]),
+        (12, ["boundary_2_finalize_fp32_shared_unicast"]),
+        (13, ["finalize_fp32_shared_unicast", "boundary_2"]),
+        (20, ["finalize_fp32_shared_unicast", "boundary_4"]),
+    ],
+)
+def test_finalize(
+    machine: Machine, boundary: FusedBoundary, m: int, expected: list[str]
 ) -> None:
-    size = 1 if m == 3 else 2
+    """One launch where the row's boundaries close routed sums and all run at once."""
     boundary.finalize(**routed(m))
-    assert launches(machine.done()) == [
-        "finalize_fp32_shared_unicast",
-        f"boundary_{size}",
-        "mixes",
-    ]
+    assert launches(machine.done()) == [*expected, "mixes"]
+
+
+@pytest.mark.parametrize(("m", "size"), [(3, 1), (16, 2), (20, 4)])
+def test_halves_are_launches_of_their_own(
+    machine: Machine, boundary: FusedBoundary, m: int, size: int
+) -> None:
     given = arguments(m)
     boundary.publish(given.pop("x"))
     boundary.consume(**given)
     assert launches(machine.done()) == ["publish_unicast", f"boundary_{size}", "mixes"]
+    given = routed(m)
+    boundary.publish_finalize(*[given.pop(name) for name in ROUTED])
+    boundary.consume(**given)
+    finalize = "finalize_fp32_shared_unicast"
+    assert launches(machine.done()) == [finalize, f"boundary_{size}", "mixes"]
 
 
 def test_what_the_kernels_are_given(machine: Machine, boundary: FusedBoundary) -> None:
-    """A call hands x and addresses over; a boundary that only consumes has neither."""
+    """Rows to publish and where to, in a whole call; nothing of it to consume only."""
     given = arguments(3)
     output = boundary(**given)
-    x, addresses, rank, *rest = machine.given[PUBLISHING]
+    x, *unrouted, addresses, rank = machine.given[PUBLISHING][:7]
     assert x is given["x"]
+    assert unrouted == [None] * 4
     assert (tuple(addresses.shape), rank) == ((4,), 0)
+    rest = machine.given[PUBLISHING][7:]
     assert same(rest[:7], [given[name] for name in NAMES[1:]])
     assert [tuple(each.shape) for each in rest[7:9]] == [(3, 4, 32, H), (2,)]
     residual, mix, layer_input = rest[9:]
@@ -333,9 +305,15 @@ def test_what_the_kernels_are_given(machine: Machine, boundary: FusedBoundary) -
         machine.given["mixes"],
         [mix, given["scale"], given["base"], output.post, output.comb, 99],
     )
-    boundary.finalize(**routed(3))
-    assert machine.given["boundary_1"][:3] == (None, None, 0)
+    boundary.publish(given["x"])
+    boundary.consume(**{name: given[name] for name in NAMES[1:]})
+    assert machine.given["boundary_1"][:7] == (None,) * 6 + (0,)
     assert len(machine.given["boundary_1"]) == len(machine.given[PUBLISHING])
+    closed = routed(3)
+    boundary.finalize(**closed)
+    assert machine.given[FINALIZING][0] is None
+    assert same(machine.given[FINALIZING][1:5], [closed[name] for name in ROUTED])
+    assert len(machine.given[FINALIZING]) == len(machine.given[PUBLISHING])
 
 
 def same(these: Iterable[Any], those: Iterable[Any]) -> bool:
@@ -356,7 +334,7 @@ def test_a_tail_needs_no_side_stream(machine: Machine, tail: FusedBoundary) -> N
     tail.finalize(**routed(3))
     tail(**arguments(20))
     assert machine.done() == [
-        *("finalize_fp32_shared_unicast", "boundary_1"),
+        FINALIZING,
         *("publish_unicast", "boundary_4"),
     ]
 
@@ -663,7 +641,7 @@ def test_the_benchmark_times_what_it_says(machine: Machine, inputs: Inputs) -> N
     expected = {
         "boundary": [PUBLISHING],
         "with mixes": [PUBLISHING, "mixes"],
-        "finalize": ["finalize_fp32_shared_unicast", "boundary_1"],
+        "finalize": [FINALIZING],
     }
     for column, kernels in expected.items():
         columns[column].call_for(inputs)()

@@ -11,12 +11,16 @@ from mhcgen.architecture import ARCHITECTURES, MAX_THREADS_PER_BLOCK, WARP
 from mhcgen.errors import PlanError
 from mhcgen.plan import (
     FRAGMENT_BYTES,
+    FRAGMENT_WORDS,
     OCTET,
     QUAD,
     Design,
     Plan,
     TargetPlan,
     boundary_registers,
+    clusters_at_once,
+    fragments_at_once,
+    group_fault,
     make_plan,
     projection_registers,
     register_limit,
@@ -30,16 +34,19 @@ def spec_of(
     tp: int = 4,
     capacity: int = 256,
     fn_weight: str = "bf16",
+    mixes: str = "side_stream",
+    pre_mix: str = "fresh",
     arch: str = "sm_90a",
     **target: Any,
 ) -> Spec:
     return Spec.model_validate(
         {
             "name": "x",
-            "model": {"hidden": hidden, "hc": hc},
+            "model": {"hidden": hidden, "hc": hc, "pre_mix": pre_mix},
             "parallel": {"tp": tp},
             "capacity": {"max_tokens": capacity},
             "precision": {"fn_weight": fn_weight},
+            "mixes": mixes,
             "targets": {arch: target},
         }
     )
@@ -65,8 +72,43 @@ def test_flagship_numbers(glm53_plan: Plan) -> None:
     target = plan.target("sm_90a")
     assert (target.fragments_per_block, target.threads, target.warps) == (64, 256, 8)
     assert target.register_limit == 255
-    # 8 warps x (704 + 144) bytes, 32 sums x 8 blocks, 8 warps and 8 blocks.
-    assert target.shared_bytes(1) == 8 * 704 + 8 * 144 + 32 * 8 * 4 + 32 + 32
+    # 25 sums and the squares of 8 blocks, 2 barriers, 8 warps' stash, 20 weights,
+    # 8 warps' sums and squares.
+    one = 25 * 8 * 4 + 8 * 4 + 16 + 8 * 704 + 20 * 4 + 8 * 36 * 4 + 8 * 4
+    assert target.shared_bytes(1) == one
+    # From three tokens on, a block computes 4 pre-mixes of each once.
+    assert target.shared_bytes(3) == 3 * (one - 16) + 16 + 3 * 4 * 4
+
+
+def test_what_a_design_adds_to_shared_memory() -> None:
+    """Logits of the mixes in the tail; fn at home there; no norms where delayed."""
+    side = plan_of().target("sm_90a")
+    tail = plan_of(mixes="tail").target("sm_90a")
+    assert tail.shared_bytes(5) == side.shared_bytes(5) + 5 * 24 * 4
+    assert (tail.threads, tail.launched_threads) == (256, 288)
+    assert (side.threads, side.launched_threads) == (256, 256)
+    assert tail.register_limit == register_limit(288) == 168
+    delayed = plan_of(pre_mix="delayed").target("sm_90a")
+    # A sum of 8 blocks and 4 weights more; no squares of 8 blocks and 8 warps.
+    assert delayed.shared_bytes(1) == side.shared_bytes(1) + 32 + 16 - 32 - 32
+    shared = plan_of(hidden=7168, cluster_size=8).target("sm_90a")
+    assert shared.fn_bytes == 14 * WARP * 24 * FRAGMENT_BYTES
+    without = 14 * 704 + 25 * 32 + 32 + 16 + 80 + 14 * 36 * 4 + 64
+    assert shared.shared_bytes(1) == shared.fn_bytes + without
+
+
+@pytest.mark.parametrize("pre_mix", ["fresh", "delayed"])
+@pytest.mark.parametrize("hc", [1, 2, 4, 8])
+def test_every_sum_goes_to_those_that_need_it(hc: int, pre_mix: str) -> None:
+    """All blocks take what steps 4 and 5 need; one takes the rest of the mixes."""
+    plan = plan_of(hc=hc, pre_mix=pre_mix)
+    assert plan.shared_sums + plan.own_sums == plan.sums
+    shared = {*range(hc), plan.squares}
+    if plan.delayed:
+        shared = {plan.squares, plan.squares + 1}
+    assert plan.shared_sums == len(shared)
+    assert plan.own_sums == len(set(range(plan.mix)) - shared)
+    assert plan.last_sum == max(shared)
 
 
 @pytest.mark.parametrize(
@@ -93,17 +135,116 @@ def test_lane_map(
 
 def test_dispatch_of_the_flagship(glm53_plan: Plan) -> None:
     target = glm53_plan.target("sm_90a")
-    wanted = {1: 1, 15: 1, 16: 2, 30: 2, 31: 3, 46: 4, 64: 5, 76: 8, 121: 12, 181: 16}
-    for tokens, group in wanted.items():
+    wanted = {1: 1, 15: 1, 16: 2, 30: 2, 31: 3, 46: 4, 64: 5, 76: 7, 106: 9, 136: 12}
+    for tokens, group in (wanted | {181: 16, 240: 16}).items():
         row = target.token_group(tokens)
         assert row.group == group
-        publish, boundary, mixes = target.launches(tokens)
-        assert publish.grid == (4, tokens, 1)
-        assert boundary.kernel == glm53_plan.boundary_name(group)
+        *publishes, boundary, mixes = target.launches(tokens)
+        if group == 16:
+            assert row.launches == 2
+            (publish,) = publishes
+            assert publish.grid == (4, tokens, 1)
+            assert boundary.kernel == "boundary_16"
+        else:
+            assert row.launches == 1
+            assert publishes == []
+            assert boundary.kernel == f"boundary_{group}_multicast"
         assert boundary.grid == (8, -(-tokens // group), 1)
+        assert boundary.block == target.threads
         assert mixes.grid == (-(-tokens // 32), 1, 1)
     with pytest.raises(ValueError, match="257 tokens exceed the capacity of 256"):
         target.token_group(257)
+
+
+def test_mixes_in_the_tail_have_no_launch() -> None:
+    target = plan_of(mixes="tail").target("sm_90a")
+    (boundary,) = target.launches(1)
+    assert (boundary.kernel, boundary.block) == ("boundary_1_multicast", 256 + WARP)
+
+
+def test_launches_that_a_spec_asks_for() -> None:
+    """Two where one could be; one where it can; what is left open is picked."""
+    groups = [
+        {"max_tokens": 15, "group": 1, "launches": 2},
+        {"max_tokens": 30, "group": 2, "launches": 1},
+        {"max_tokens": 60, "group": 4},
+        {"max_tokens": 256, "group": 16},
+    ]
+    target = plan_of(token_groups=groups).target("sm_90a")
+    assert [row.launches for row in target.token_groups] == [2, 1, 1, 2]
+    assert target.groups == (1, 2, 4, 16)
+    assert target.publishing_groups == (2, 4)
+    assert [launch.kernel for launch in target.launches(15)][:2] == [
+        "publish",
+        "boundary_1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "hint"),
+    [
+        (
+            {},
+            "16 clusters would have to run at once, and about 15 do",
+            "or end the entry at 240 tokens",
+        ),
+        (
+            {"cluster_size": 16},
+            "16 clusters would have to run at once, and about 7 do",
+            "or end the entry at 112 tokens",
+        ),
+        (
+            {"tp": 1},
+            "one rank has nothing to publish",
+            None,
+        ),
+    ],
+)
+def test_one_launch_that_cannot_be(fields: Any, reason: str, hint: str | None) -> None:
+    groups = [{"max_tokens": 256, "group": 16, "launches": 1}]
+    with pytest.raises(PlanError) as caught:
+        plan_of(token_groups=groups, **fields)
+    (problem,) = caught.value.problems
+    assert problem.loc == ("targets", "sm_90a", "token_groups", 0, "launches")
+    assert (problem.given, problem.allowed) == ("1", "2")
+    assert (problem.message, problem.hint) == (reason, hint)
+
+
+def test_fragments_at_once() -> None:
+    """As many as registers allow, and about as many in each turn."""
+    plan = plan_of()
+    taken = {group: fragments_at_once(plan, group, 255) for group in range(1, 17)}
+    assert [taken[group] for group in range(1, 8)] == [1, 2, 3, 4, 5, 3, 4]
+    for group, at_once in taken.items():
+        turns = -(-group // at_once)
+        assert turns == -(-group // 5)
+        assert turns * at_once - group < turns  # none less is needed in each
+    least = boundary_registers(plan)
+    assert fragments_at_once(plan, 8, least) == 1
+    assert fragments_at_once(plan, 8, least + FRAGMENT_WORDS - 1) == 1
+    assert fragments_at_once(plan, 8, least + FRAGMENT_WORDS) == 2
+    # Each takes the fragments of all ranks that its lane polls.
+    many = plan_of(tp=16)
+    least = boundary_registers(many)
+    assert fragments_at_once(many, 8, least + 4 * FRAGMENT_WORDS - 1) == 1
+    assert fragments_at_once(many, 8, least + 4 * FRAGMENT_WORDS) == 2
+    # With trips, a token has several fragments.
+    trips = plan_of(hidden=16384)
+    assert trips.trips == 2
+    assert [fragments_at_once(trips, group, 255) for group in (1, 3)] == [2, 2]
+
+
+def test_order_of_sums_is_one_for_all_token_groups() -> None:
+    """What batch_invariant promises, on every target and for each projection."""
+    for fields in ({}, {"hidden": 7168}, {"hidden": 16384}, {"fn_weight": "fp32"}):
+        spec = spec_of(**fields).model_copy(update={"batch_invariant": True})
+        target = make_plan(spec).target("sm_90a")
+        assert len(target.groups) > 1
+        orders = {target.order_of_sums(row) for row in target.token_groups}
+        assert len(orders) == 1
+    small, large = (plan_of(cluster_size=size).target("sm_90a") for size in (4, 8))
+    row = small.token_groups[0]
+    assert small.order_of_sums(row) != large.order_of_sums(row)
 
 
 def test_spec_token_groups_are_taken_as_they_are() -> None:
@@ -129,17 +270,17 @@ def test_spec_token_groups_are_taken_as_they_are() -> None:
         ),
         (
             {
-                "hidden": 512,
+                "hidden": 64,
                 "hc": 8,
-                "token_groups": [{"max_tokens": 256, "group": 60}],
+                "token_groups": [{"max_tokens": 256, "group": 57}],
             },
             "token_groups.0.group",
-            "to project a group of 60 tokens takes about",
+            "to project a group of 57 tokens takes about 384 registers a thread",
         ),
         (
             {"token_groups": [{"max_tokens": 256, "group": 64}]},
             "token_groups.0.group",
-            "a group of 64 tokens needs 503808 bytes of shared memory",
+            "a group of 64 tokens needs 495632 bytes of shared memory",
         ),
     ],
 )
@@ -157,10 +298,10 @@ def test_nearest_legal_values_are_named() -> None:
     with pytest.raises(PlanError) as caught:
         plan_of(token_groups=[{"max_tokens": 256, "group": 64}])
     allowed = caught.value.problems[0].allowed
-    assert allowed == "at most 29 at cluster size 8"
-    plan_of(token_groups=[{"max_tokens": 256, "group": 29}])
+    assert allowed == "at most 30 at cluster size 8"
+    plan_of(token_groups=[{"max_tokens": 256, "group": 30}])
     with pytest.raises(PlanError):
-        plan_of(token_groups=[{"max_tokens": 256, "group": 30}])
+        plan_of(token_groups=[{"max_tokens": 256, "group": 31}])
     with pytest.raises(PlanError) as caught:
         plan_of(hidden=16384, hc=8, cluster_size=1)
     allowed = caught.value.problems[0].allowed
@@ -182,16 +323,15 @@ def test_offsets_stay_within_32_bits() -> None:
 @pytest.mark.parametrize(
     ("fields", "cluster", "warps", "design"),
     [
-        ({}, 8, 8, Design(1, "registers", True)),
-        ({"hidden": 64}, 1, 1, Design(1, "registers", True)),
-        ({"hidden": 264}, 5, 1, Design(1, "registers", True)),
-        ({"hidden": 5120}, 8, 10, Design(1, "shared", True)),
-        ({"hidden": 5120, "cluster_size": 10}, 10, 8, Design(1, "registers", True)),
-        ({"hidden": 7168, "tp": 16}, 8, 14, Design(1, "shared", False)),
-        ({"hidden": 7168, "cluster_size": 7}, 7, 16, Design(1, "global", True)),
-        ({"hidden": 5120, "arch": "sm_120a"}, 8, 10, Design(1, "global", True)),
-        ({"hidden": 16384}, 8, 16, Design(2, "global", False)),
-        ({"hidden": 16384, "hc": 8}, 8, 8, Design(8, "global", False)),
+        ({}, 8, 8, Design(1, "registers")),
+        ({"hidden": 64}, 1, 1, Design(1, "registers")),
+        ({"hidden": 264}, 5, 1, Design(1, "registers")),
+        ({"hidden": 5120}, 8, 10, Design(1, "registers")),
+        ({"hidden": 7168, "tp": 16}, 8, 14, Design(1, "shared")),
+        ({"hidden": 7168, "cluster_size": 7}, 7, 16, Design(1, "global")),
+        ({"hidden": 7168, "arch": "sm_120a"}, 8, 14, Design(1, "global")),
+        ({"hidden": 16384}, 8, 16, Design(2, "global")),
+        ({"hidden": 16384, "hc": 8}, 8, 8, Design(8, "global")),
     ],
 )
 def test_what_the_plan_picks(
@@ -204,24 +344,21 @@ def test_what_the_plan_picks(
 
 def test_one_design_serves_all_targets() -> None:
     """Shared memory that only one target has is not counted on."""
-    spec = spec_of(hidden=5120).model_dump()
+    spec = spec_of(hidden=7168).model_dump()
+    plan = make_plan(Spec.model_validate(spec))
+    assert plan.fn_home == "shared"
     spec["targets"] = {"sm_90a": {}, "sm_120a": {}}
     plan = make_plan(Spec.model_validate(spec))
     assert plan.fn_home == "global"
-
-
-def test_kernels_of_several_trips_are_all_grouped() -> None:
-    plan = plan_of(hidden=16384)
-    (target,) = plan.targets
-    assert not plan.single
-    assert target.boundary_launch(1).kernel == "grouped_boundary_1"
 
 
 def test_one_rank_publishes_nothing() -> None:
     plan = plan_of(tp=1)
     assert plan.transports == ("local",)
     names = [launch.kernel for launch in plan.target("sm_90a").launches(3)]
-    assert names == ["boundary", "mixes"]
+    assert names == ["boundary_1", "mixes"]
+    assert {row.launches for row in plan.target("sm_90a").token_groups} == {2}
+    assert plan.target("sm_90a").publishing_groups == ()
 
 
 def test_all_problems_at_once() -> None:
@@ -245,6 +382,8 @@ legal_specs = st.builds(
     tp=st.sampled_from([1, 2, 4, 8, 16]),
     capacity=st.integers(1, 1024),
     arch=st.sampled_from(list(ARCHITECTURES)),
+    mixes=st.sampled_from(["side_stream", "tail"]),
+    pre_mix=st.sampled_from(["fresh", "delayed"]),
     cluster_size=st.sampled_from([None, *range(1, 17)]),
 )
 
@@ -275,8 +414,10 @@ def test_any_spec_is_planned_or_refused(spec: Spec) -> None:
     published = plan.publish_threads * plan.publish_blocks
     assert 0 <= published - plan.fragments < plan.publish_threads
     assert plan.publish_idle_lanes == (published > plan.fragments)
-    assert plan.sums <= plan.sum_rows
-    assert register_limit(target.threads) * target.threads <= 65536
+    launched = target.launched_threads
+    assert launched == target.threads + WARP * (plan.spec.mixes == "tail")
+    assert launched <= MAX_THREADS_PER_BLOCK
+    assert register_limit(launched) * launched <= 65536
     assert boundary_registers(plan) <= target.register_limit
     assert projection_registers(plan, target.groups[-1]) <= target.register_limit
     limit = ARCHITECTURES[arch].shared_bytes
@@ -284,6 +425,17 @@ def test_any_spec_is_planned_or_refused(spec: Spec) -> None:
     assert target.token_groups[-1].max_tokens == plan.capacity
     tokens = [row.max_tokens for row in target.token_groups]
     assert tokens == sorted(set(tokens))
+    wave = clusters_at_once(target.architecture, target.cluster_size)
+    for row in target.token_groups:
+        clusters = -(-row.max_tokens // row.group)
+        assert (row.launches == 1) == (clusters <= wave and plan.tp > 1)
+        assert row.shared_bytes == target.shared_bytes(row.group)
+        assert 1 <= row.at_once <= row.group * plan.trips
+        needed = boundary_registers(plan, row.at_once)
+        assert row.at_once == 1 or needed <= target.register_limit
+        # A larger group would serve no call that this one does.
+        assert row is target.token_groups[-1] or clusters == wave
+        assert group_fault(target, row.group) is None
     for m in range(1, plan.capacity + 1):
         boundary = target.boundary_launch(m)
         group = target.token_group(m).group
@@ -416,6 +568,10 @@ def test_shared_memory_has_no_bank_conflicts(plan: Plan) -> None:
             for lane in range(WARP)
         ]
         assert conflicts(loads, 16) == 1
+    # A lane reads each old stream of its fragment, as its neighbours do.
+    for stream in range(plan.hc):
+        old = [stash_address(plan, stream, lane // plan.hc) for lane in range(WARP)]
+        assert conflicts(old, 16) == 1
     # Each thread reads what it copied of fn, 16 bytes beside its neighbour's.
     assert conflicts([lane * FRAGMENT_BYTES for lane in range(WARP)], 16) == 1
     sums = [
@@ -427,7 +583,7 @@ def test_shared_memory_has_no_bank_conflicts(plan: Plan) -> None:
 def test_sums_fit_their_stride() -> None:
     for plan in PLANS:
         assert plan.squares == plan.fn_octets * OCTET >= plan.mix
-        assert plan.squares < min(plan.sums_stride, plan.sum_rows)
+        assert plan.squares <= plan.last_sum < plan.sums_stride
         assert 2 * plan.tiles >= plan.fn_octets + 1
 
 

@@ -448,8 +448,8 @@ def test_templates_only_place_things(name: str) -> None:
         "x = «'a' if plan.a + 1 else 'b'»\n",
         "x = «'a' if plan.a»\n",
         "x = «'a' if plan.a else plan.b»\n",
-        "#: for a in b\n#: for c in a\n#: if c\n#: if a\n#: endif\n#: endif\n"
-        "#: endfor\n#: endfor\n",
+        "#: for a in b\n#: for c in a\n#: if c\n#: if a\n"
+        "#: endif\n#: endif\n#: endfor\n#: endfor\n",
         "«% filter upper %»x«% endfilter %»\n",
     ],
 )

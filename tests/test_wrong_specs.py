@@ -412,7 +412,8 @@ WRONG = [
         TARGETS,
         "targets: [sm_90a]",
         "12:10: targets: not a mapping",
-        "    given [sm_90a]; allowed: a mapping with keys of sm_90a, sm_100a, sm_103a",
+        "    given [sm_90a]; allowed: a mapping with keys of sm_90a, sm_100a, sm_103a, "
+        "sm_120a",
     ),
     wrong(
         "target as a number",
@@ -637,7 +638,8 @@ WRONG = [
         TARGETS,
         "targets: {}",
         "12:10: targets: empty",
-        "    given {}; allowed: a mapping with keys of sm_90a, sm_100a, sm_103a",
+        "    given {}; allowed: a mapping with keys of sm_90a, sm_100a, sm_103a, "
+        "sm_120a",
     ),
     wrong(
         "empty token groups",
@@ -665,29 +667,29 @@ WRONG = [
         "launches that are no number of launches",
         TARGETS,
         groups("{max_tokens: 256, group: 8, launches: 3}"),
-        "12:70: targets.sm_90a.token_groups[0].launches: not among the choices",
-        "    given 3; allowed: 1, 2 or null",
+        "12:73: targets.sm_90a.token_groups[0].launches: not one of the choices",
+        "    given 3; allowed: 1 or 2; nearest: 2",
     ),
     wrong(
         "launches as a truth",
         TARGETS,
         groups("{max_tokens: 256, group: 8, launches: true}"),
-        "12:70: targets.sm_90a.token_groups[0].launches: not a whole number",
-        "    given true; allowed: 1, 2 or null",
+        "12:73: targets.sm_90a.token_groups[0].launches: not a whole number",
+        "    given true; allowed: 1 or 2",
     ),
     wrong(
         "mixes in an unknown place",
         TARGETS,
         "mixes: head",
-        "12:8: mixes: not among the choices",
-        "    given head; allowed: side_stream, tail",
+        "12:8: mixes: not one of the choices",
+        "    given head; allowed: side_stream or tail",
     ),
     wrong(
         "mixes switched on",
         TARGETS,
         "mixes: true",
-        "12:8: mixes: not among the choices",
-        "    given true; allowed: side_stream, tail",
+        "12:8: mixes: not one of the choices",
+        "    given true; allowed: side_stream or tail",
     ),
     wrong(
         "token groups that fall",

@@ -214,6 +214,7 @@ class _Temper:
         self._starting = rng.choice([0.05, 0.5, 1.0])
         self._holding = rng.choice([0.0, 0.02, 0.2])
         self._starving = rng.choice([0.0, 0.005, 0.05])
+        self._overtaking = rng.choice([0.0, 0.5, 0.95])
 
     def lands(self) -> bool:
         """Whether some stores land now."""
@@ -243,6 +244,12 @@ class _Temper:
         if rng.integers(2):
             return np.asarray((rng.random(machine.blocks) < share)[machine.block_of])
         return np.repeat(rng.random(machine.threads // WARP) < share, WARP)
+
+    def pick(self, count: int) -> int:
+        """Which of some machines runs: any, or the one launched last."""
+        if self.rng.random() < self._overtaking:
+            return count - 1
+        return int(self.rng.integers(count))
 
     def budget(self) -> int:
         """How many operations a slice takes at most."""
@@ -483,7 +490,7 @@ class World:
         if not candidates:
             self._held_back = set()
             return moved
-        crew = candidates[temper.rng.integers(len(candidates))]
+        crew = candidates[temper.pick(len(candidates))]
         machine = crew.machine
         if temper.starves_others():
             crew.starved = temper.starved(machine)

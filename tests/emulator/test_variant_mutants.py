@@ -13,7 +13,7 @@ from mhcgen.render import render
 from mhcgen.verify.cases import Case
 from mhcgen.verify.on_cpu import run
 from tests.emulator.conftest import Load
-from tests.emulator.test_variants import run_ends
+from tests.emulator.test_variants import run_ends, run_passes
 from tests.variants import VARIANTS
 
 
@@ -162,6 +162,7 @@ def is_right(package: EmulatedPackage, kernels: tuple[str, ...]) -> bool:
     if kernels == ENDS:
         try:
             run_ends(package, 3)
+            run_passes(package)
         except (AssertionError, EmulatorError):
             return False
         return True

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("pydantic", reason="needs what the emulator takes plans from")
+
 from mhcgen import reference
 from mhcgen.emulator.package import (
     EmulatedPackage,
