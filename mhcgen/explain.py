@@ -97,7 +97,10 @@ class Section:
                     f"{self.title}: {_words(table.key)}",
                     [_words(key) for key in table.rows[0]],
                     [
-                        [_text(v) if isinstance(v, tuple) else v for v in row.values()]
+                        [
+                            _text(v) if isinstance(v, tuple | bool) else v
+                            for v in row.values()
+                        ]
                         for row in table.rows
                     ],
                 )
@@ -403,6 +406,7 @@ def _dispatch(target: TargetPlan) -> list[dict[str, Any]]:
                 "clusters": f"{-(-first // row.group)} to "
                 f"{-(-row.max_tokens // row.group)}",
                 "launches": row.launches,
+                **({"finalizes": row.finalizes} if target.plan.spec.moe else {}),
                 "reason": launches_fault(target, row.max_tokens, row.group)
                 or _LAUNCHES[row.launches],
             }

@@ -286,12 +286,16 @@ def test_explain_shows_derivations(run: Run, glm53_plan: Plan) -> None:
         in lines
     )
     assert (
-        "31 to 45 boundary_3_multicast, boundary_3_unicast 3 11 to 15 1 all clusters "
+        "1 to 15 boundary_1_multicast, boundary_1_unicast 1 1 to 15 1 yes all clusters "
         "run at once: the boundary publishes itself" in lines
     )
     assert (
-        "181 to 256 boundary_16 16 12 to 16 2 16 clusters would have to run at once, "
-        "and about 15 do" in lines
+        "31 to 45 boundary_3_multicast, boundary_3_unicast 3 11 to 15 1 no all "
+        "clusters run at once: the boundary publishes itself" in lines
+    )
+    assert (
+        "181 to 256 boundary_16 16 12 to 16 2 no 16 clusters would have to run at "
+        "once, and about 15 do" in lines
     )
     assert "sm_100a" not in result.out.replace("from sm_100 on", "")
 
