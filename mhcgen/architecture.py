@@ -7,7 +7,6 @@ MAX_THREADS_PER_BLOCK = 1024
 MAX_REGISTERS_PER_THREAD = 255
 REGISTERS_PER_MULTIPROCESSOR = 65536
 PORTABLE_CLUSTER = 8
-MAX_CLUSTER = 16
 
 
 @dataclass(frozen=True)
@@ -23,6 +22,8 @@ class Architecture:
             run at once. GPCs are not all whole, so it is less than
             ``multiprocessors // 8``. The runtime does not rely on it: it only steers
             the choice of token groups.
+        max_cluster: Blocks of the largest cluster; more than the portable ones need a
+            function attribute, which the compiler always sets.
     """
 
     name: str
@@ -30,13 +31,15 @@ class Architecture:
     shared_bytes: int
     multiprocessors: int
     cluster_8_capacity: int
+    max_cluster: int
 
 
 ARCHITECTURES = {
     architecture.name: architecture
     for architecture in (
-        Architecture("sm_90a", "H100, H200", 232448, 132, 15),
-        Architecture("sm_100a", "B200, GB200", 232448, 148, 16),
-        Architecture("sm_103a", "B300, GB300", 232448, 148, 16),
+        Architecture("sm_90a", "H100, H200", 232448, 132, 15, 16),
+        Architecture("sm_100a", "B200, GB200", 232448, 148, 16, 16),
+        Architecture("sm_103a", "B300, GB300", 232448, 148, 16, 16),
+        Architecture("sm_120a", "RTX PRO 6000, RTX 5090", 101376, 170, 20, 8),
     )
 }

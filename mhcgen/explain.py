@@ -19,8 +19,16 @@ from mhcgen.plan import (
     Plan,
     TargetPlan,
     boundary_registers,
+    projection_registers,
 )
 from mhcgen.render import kernel_rows
+
+_FN_HOME = {
+    "registers": "a thread's part of fn fits beside two tokens",
+    "shared": "a thread's part of fn fits its registers no more; the block's part fits "
+    "shared memory beside some tokens",
+    "global": "a block's part of fn fits nowhere: the projection reads it from L2",
+}
 
 Value = int | bool | str | tuple[int, ...]
 
@@ -143,7 +151,20 @@ def _shape(plan: Plan) -> Section:
             Fact("hidden", plan.hidden, "model.hidden"),
             Fact("streams", plan.hc, "model.hc"),
             Fact("mixes", plan.mix, f"= {plan.hc} streams x (2 + {plan.hc} streams)"),
-            Fact("sums", plan.sums, f"= {plan.mix} mixes + 1 square sum"),
+            Fact(
+                "sums",
+                plan.sums,
+                f"= {plan.mix} mixes + {plan.sums - plan.mix} square "
+                f"sum{'s' * plan.delayed}",
+            ),
+            Fact(
+                "projection",
+                plan.projection,
+                "from the spec"
+                if plan.spec.precision.projection != "auto"
+                else f"picked: fn is {plan.fn_weight}, activations are "
+                f"{plan.activation}",
+            ),
             Fact(
                 "fragments",
                 plan.fragments,
@@ -151,14 +172,29 @@ def _shape(plan: Plan) -> Section:
                 f"{FRAGMENT_BYTES} bytes each",
             ),
             Fact(
+                "shares",
+                plan.shares,
+                f"= {plan.fragments} fragments / {plan.fragments_per_warp} that a warp "
+                "takes at once, rounded up",
+            ),
+            Fact("trips", plan.trips, "shares that a warp takes one after another"),
+            Fact("fn_home", plan.fn_home, _FN_HOME[plan.fn_home]),
+            Fact(
+                "prefetch",
+                plan.prefetch,
+                "whether the next token's rows are in flight while one is in work",
+            ),
+            Fact(
                 "publish_threads",
                 plan.publish_threads,
-                f"divides {plan.fragments} fragments; at most {PUBLISH_THREADS}",
+                f"at most {PUBLISH_THREADS}; {plan.fragments} fragments need "
+                f"{plan.publish_blocks * plan.publish_threads - plan.fragments} idle",
             ),
             Fact(
                 "publish_blocks",
                 plan.publish_blocks,
-                f"= {plan.fragments} fragments / {plan.publish_threads} threads",
+                f"= {plan.fragments} fragments / {plan.publish_threads} threads, "
+                "rounded up",
             ),
         ],
     )
@@ -182,6 +218,7 @@ def _lanes(plan: Plan) -> Section:
             Fact("polls", lanes.polls, f"= {plan.tp} ranks / {lanes.sources} sources"),
             Fact("butterflies", lanes.butterflies, "shuffles that sum the sources"),
             Fact("splits", lanes.splits, "shuffles that spread a collapsed fragment"),
+            Fact("merges", lanes.merges, "shuffles that complete its two last columns"),
         ],
         [Table("lane_table", rows)],
     )
@@ -189,6 +226,12 @@ def _lanes(plan: Plan) -> Section:
 
 def _mailbox(plan: Plan) -> Section:
     box = plan.mailbox
+    if plan.tp == 1:
+        return Section(
+            "mailbox",
+            f"{plan.name}: mailbox",
+            [Fact("total_bytes", 0, "one rank sends nothing: there is no mailbox")],
+        )
     return Section(
         "mailbox",
         f"{plan.name}: mailbox [generation, rank, token, element]",
@@ -235,17 +278,25 @@ def _target(target: TargetPlan, tokens: int | None) -> Section:
         [
             Fact("cluster_size", target.cluster_size, target.cluster_reason),
             Fact(
+                "warps",
+                target.warps,
+                f"= {plan.shares} shares / {target.cluster_size} blocks / {plan.trips} "
+                f"trip{'s' * (plan.trips > 1)}, rounded up",
+            ),
+            Fact("threads", target.threads, f"= {target.warps} warps x {WARP}"),
+            Fact(
                 "fragments_per_block",
                 target.fragments_per_block,
-                f"= {plan.fragments} fragments / {target.cluster_size} blocks",
+                f"= {target.warps} warps x {plan.trips} trip{'s' * (plan.trips > 1)} x "
+                f"{plan.fragments_per_warp} fragments",
             ),
             Fact(
-                "threads",
-                target.threads,
-                f"= {plan.fragments} fragments / {target.cluster_size} blocks "
-                f"x {plan.lane_map.lanes} lanes",
+                "idle_lanes",
+                (target.cluster_size * target.fragments_per_block - plan.fragments)
+                * plan.lane_map.lanes,
+                f"= ({target.cluster_size} blocks x {target.fragments_per_block} - "
+                f"{plan.fragments} fragments) x {plan.lane_map.lanes} lanes",
             ),
-            Fact("warps", target.warps, f"= {target.threads} threads / {WARP}"),
             Fact(
                 "register_limit",
                 target.register_limit,
@@ -255,8 +306,12 @@ def _target(target: TargetPlan, tokens: int | None) -> Section:
             Fact(
                 "boundary_registers",
                 boundary_registers(plan),
-                f"estimated, for {plan.fn_octets * len(plan.chunks)} fragments of fn "
-                "and two tokens in flight",
+                f"estimated, {_registers(plan)}",
+            ),
+            Fact(
+                "projection_registers",
+                max(projection_registers(plan, group) for group in target.groups),
+                f"estimated, for the projection of {target.groups[-1]} tokens",
             ),
             Fact(
                 "shared_limit",
@@ -276,10 +331,17 @@ def _target(target: TargetPlan, tokens: int | None) -> Section:
     )
 
 
+def _registers(plan: Plan) -> str:
+    tokens = "two tokens" if plan.prefetch else "one token"
+    fn = f"{plan.fn_fragments} fragments of fn and " * (plan.fn_home == "registers")
+    return f"for {fn}{tokens} in flight"
+
+
 def _shared(target: TargetPlan, group: int) -> str:
-    each, rest = divmod(target.shared_bytes(group), group)
+    fn = f"{target.fn_bytes} of fn + " if target.fn_bytes else ""
+    each, rest = divmod(target.shared_bytes(group) - target.fn_bytes, group)
     padding = f" + {rest} of alignment" if rest else ""
-    return f"= {group} token{'s' * (group > 1)} x {each} bytes{padding}"
+    return f"= {fn}{group} token{'s' * (group > 1)} x {each} bytes{padding}"
 
 
 def _dispatch(target: TargetPlan) -> list[dict[str, Any]]:
@@ -289,7 +351,7 @@ def _dispatch(target: TargetPlan) -> list[dict[str, Any]]:
         rows.append(
             {
                 "tokens": f"{first} to {row.max_tokens}",
-                "kernel": row.kernel,
+                "kernel": target.plan.boundary_name(row.group),
                 "token_group": row.group,
                 "clusters": f"{-(-first // row.group)} to "
                 f"{-(-row.max_tokens // row.group)}",

@@ -6,8 +6,11 @@ these numbers, and what hardware cannot do is refused here, with the reason.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
+from typing import Literal
 
 from mhcgen.architecture import (
     ARCHITECTURES,
@@ -19,7 +22,7 @@ from mhcgen.architecture import (
     Architecture,
 )
 from mhcgen.errors import PlanError, Problem
-from mhcgen.spec import Spec, Target
+from mhcgen.spec import NormWeight, Spec, Target
 
 FRAGMENT_BYTES = 16
 FRAGMENT_ELEMENTS = 8  # 16 bytes of a two-byte activation
@@ -28,14 +31,57 @@ QUAD = 4  # lanes of a tensor-core row
 OCTET = 8  # rows or tokens of half a tensor-core tile
 BANK_BYTES = 128  # one word in each bank of shared memory
 GENERATIONS = 3
+LOCAL = "local"  # the transport of one rank alone
 PUBLISH_THREADS = 128
+MAX_FN_AHEAD = 6  # octets of fn in flight while the projection reads it from L2
+FEWEST_TOKENS = 4  # tokens a cluster that fn must leave room for in shared memory
+TRIPS = (1, 2, 4, 8, 16, 32)  # what the plan picks from
 TOKEN_GROUPS = (1, 2, 3, 4, 5, 8, 12, 16)  # what the plan picks from
 MIXES_THREADS = 32
 INT32_MAX = 2**31 - 1
 SHARED_EXPERT = {"optional": (False, True), "always": (True,), "never": (False,)}
-# Registers of a boundary thread beyond those that hold fn and tokens' inputs, for
-# addresses, sums and what is in work. Measured as 50 to 58 on DSL 4.8.1.
-WORKING_REGISTERS = 58
+# Registers of the projection beyond those that hold fn and the totals.
+PROJECTION_REGISTERS = 40
+# Those of a projection by FMA beyond fn: 32 sums, a fragment and what is in work.
+FMA_REGISTERS = 80
+
+FnHome = Literal["registers", "shared", "global"]
+Projection = Literal["tensor_cores", "fma"]
+DSL_TYPES = {"bf16": "BFloat16", "fp16": "Float16", "fp32": "Float32"}
+ENDS_THREADS = 128  # of a block of the entry or the exit
+
+
+@dataclass(frozen=True)
+class Design:
+    """What a package's boundary kernels hold on to, the same for all targets.
+
+    Attributes:
+        trips: Shares of a row that each warp takes one after another.
+        fn_home: Where a block keeps its part of fn from its start on: in registers, in
+            shared memory, or nowhere, so that the projection reads it from L2.
+        prefetch: Whether the next token's rows are in flight while one is in work.
+    """
+
+    trips: int
+    fn_home: FnHome
+    prefetch: bool
+
+
+_KEPT: tuple[tuple[FnHome, bool], ...] = (
+    ("registers", True),
+    ("shared", True),
+    ("shared", False),
+    ("global", True),
+    ("global", False),
+)
+DESIGNS = tuple(
+    Design(trips, fn_home, prefetch)
+    for trips in TRIPS
+    for fn_home, prefetch in _KEPT
+    # fn of several shares does not fit, and the loop over them has no room for more.
+    if trips == 1 or (fn_home != "registers" and not prefetch)
+)
+"""What the plan picks from: the first that every target can run."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +95,6 @@ class TokenGroup:
 
     max_tokens: int
     group: int
-
-    @property
-    def kernel(self) -> str:
-        """The kernel that serves this row."""
-        return boundary_name(self.group)
 
 
 @dataclass(frozen=True)
@@ -80,7 +121,9 @@ class LaneMap:
         polls: Ranks that each of these lanes polls.
         butterflies: Lane distances of the shuffles that sum the sources, in order.
         splits: Lane distances of the shuffles that spread the eight columns of a
-            collapsed fragment over its lanes, in order.
+            collapsed fragment over its lanes, in order, down to two columns.
+        merges: Lane distances of the shuffles that complete these two columns, in
+            lanes that then hold the same.
     """
 
     lanes: int
@@ -88,6 +131,12 @@ class LaneMap:
     polls: int
     butterflies: tuple[int, ...]
     splits: tuple[int, ...]
+    merges: tuple[int, ...]
+
+    @property
+    def word_lanes(self) -> int:
+        """Lanes that hold the same word of a collapsed fragment."""
+        return 1 << len(self.merges)
 
 
 @dataclass(frozen=True)
@@ -157,19 +206,24 @@ class TargetPlan:
         return self.architecture.name
 
     @property
-    def fragments_per_block(self) -> int:
-        """Fragments of a row that one block owns."""
-        return self.plan.fragments // self.cluster_size
+    def warps(self) -> int:
+        """Warps of a boundary block."""
+        return -(-self.plan.shares // (self.cluster_size * self.plan.trips))
 
     @property
     def threads(self) -> int:
         """Threads of a boundary block."""
-        return self.fragments_per_block * self.plan.lane_map.lanes
+        return self.warps * WARP
 
     @property
-    def warps(self) -> int:
-        """Warps of a boundary block."""
-        return self.threads // WARP
+    def fragments_per_block(self) -> int:
+        """Fragments of a row that one block serves; some may be beyond the row."""
+        return self.warps * self.plan.trips * self.plan.fragments_per_warp
+
+    @property
+    def idle_lanes(self) -> bool:
+        """Whether some lanes of a cluster have no fragment."""
+        return self.cluster_size * self.fragments_per_block > self.plan.fragments
 
     @property
     def register_limit(self) -> int:
@@ -178,19 +232,39 @@ class TargetPlan:
 
     def shared_bytes(self, group: int) -> int:
         """Shared memory of one boundary block that takes ``group`` tokens."""
+        plan = self.plan
+        one_token = plan.boundary_name(group) == "boundary"
+        streams_in_registers = plan.projection == "fma" and one_token
+        new_streams = self.warps * plan.trips * group * plan.stash_token_bytes
         stages = (
-            self.warps * group * self.plan.stash_token_bytes,
-            self.warps * group * self.plan.sums_stride * 4,  # partial sums
-            group * WARP * self.cluster_size * 4,  # sums of the cluster's blocks
-            group * self.warps * 4,  # squares of the warps
-            group * self.cluster_size * 4,  # squares of the blocks
+            self.fn_bytes,
+            0 if streams_in_registers else new_streams,
+            self.warps * group * plan.sums_stride * 4,  # partial sums
+            group * plan.sum_rows * self.cluster_size * 4,  # sums of the blocks
+            0 if plan.delayed else group * self.warps * 4,  # squares of the warps
+            0 if plan.delayed else group * self.cluster_size * 4,  # of the blocks
         )
         return sum(aligned(stage, FRAGMENT_BYTES) for stage in stages)
+
+    @property
+    def fn_bytes(self) -> int:
+        """Shared memory that holds a block's part of fn, if that is its home."""
+        if self.plan.fn_home != "shared":
+            return 0
+        return self.threads * self.plan.fn_thread_bytes
 
     @property
     def groups(self) -> tuple[int, ...]:
         """The distinct token groups, rising."""
         return tuple(sorted({row.group for row in self.token_groups}))
+
+    def order_of_sums(self, row: TokenGroup) -> object:
+        """What decides in which order the sums of a token are added.
+
+        With one order for all rows of the dispatch table, a token's bits depend neither
+        on M nor on its place nor on its token group.
+        """
+        return self.cluster_size, self.warps, self.plan.trips, self.plan.projection
 
     def token_group(self, tokens: int) -> TokenGroup:
         """The dispatch row for a call of ``tokens`` tokens (1 to the capacity)."""
@@ -199,31 +273,48 @@ class TargetPlan:
                 return row
         raise ValueError(f"{tokens} tokens exceed the capacity of {self.plan.capacity}")
 
-    def launches(self, tokens: int) -> tuple[Launch, ...]:
-        """The launches of one boundary call, in order: publish, boundary, mixes."""
-        group = self.token_group(tokens).group
-        clusters = -(-tokens // group)
+    def publish_launch(self, tokens: int) -> Launch:
+        """The launch of a publish, or of a finalize, of ``tokens`` tokens."""
         plan = self.plan
-        return (
-            Launch(
-                "publish", (plan.publish_blocks, tokens, 1), plan.publish_threads, 1, 0
-            ),
-            Launch(
-                boundary_name(group),
-                (self.cluster_size, clusters, 1),
-                self.threads,
-                self.cluster_size,
-                self.shared_bytes(group),
-            ),
-            Launch("mixes", (-(-tokens // MIXES_THREADS), 1, 1), MIXES_THREADS, 1, 0),
+        grid = (plan.publish_blocks, tokens, 1)
+        return Launch("publish", grid, plan.publish_threads, 1, 0)
+
+    def boundary_launch(self, tokens: int) -> Launch:
+        """The launch of the boundary of ``tokens`` tokens."""
+        group = self.token_group(tokens).group
+        return Launch(
+            self.plan.boundary_name(group),
+            (self.cluster_size, -(-tokens // group), 1),
+            self.threads,
+            self.cluster_size,
+            self.shared_bytes(group),
         )
+
+    def mixes_launch(self, tokens: int) -> Launch:
+        """The launch of the mixes of ``tokens`` tokens."""
+        grid = (-(-tokens // MIXES_THREADS), 1, 1)
+        return Launch("mixes", grid, MIXES_THREADS, 1, 0)
+
+    def launches(self, tokens: int) -> tuple[Launch, ...]:
+        """The launches of one boundary call, in order: publish, boundary, mixes.
+
+        One rank alone has nothing to publish.
+        """
+        publish = (self.publish_launch(tokens),) if self.plan.tp > 1 else ()
+        return (*publish, self.boundary_launch(tokens), self.mixes_launch(tokens))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A spec with everything that follows from it."""
+    """A spec with everything that follows from it.
+
+    Attributes:
+        spec: The spec.
+        design: What its boundary kernels hold on to.
+    """
 
     spec: Spec
+    design: Design = DESIGNS[0]
 
     @property
     def name(self) -> str:
@@ -247,8 +338,184 @@ class Plan:
 
     @property
     def sums(self) -> int:
-        """Values of the first reduction: the mixes and the square sum."""
-        return self.mix + 1
+        """Values of the first reduction: the mixes and the square sum.
+
+        With a delayed pre-mix, it has the squares of the norm as well.
+        """
+        return self.mix + 1 + self.delayed
+
+    @property
+    def projection(self) -> Projection:
+        """What multiplies the streams with fn.
+
+        Tensor cores take BF16 alone.
+        """
+        chosen = self.spec.precision.projection
+        if chosen == "auto":
+            return "fma" if self.wide_types else "tensor_cores"
+        return chosen
+
+    @property
+    def wide_types(self) -> tuple[tuple[str, str], ...]:
+        """Keys of precision, and their values, that BF16 tensor cores do not fit."""
+        precision = self.spec.precision
+        types = (
+            ("activation", precision.activation),
+            ("fn_weight", precision.fn_weight),
+        )
+        return tuple((key, value) for key, value in types if value != "bf16")
+
+    @property
+    def activation(self) -> str:
+        """The name of the activations' type, in comments."""
+        return self.spec.precision.activation.upper()
+
+    @property
+    def activation_type(self) -> str:
+        """The DSL's name of the activations' type."""
+        return DSL_TYPES[self.spec.precision.activation]
+
+    @property
+    def act(self) -> str:
+        """The function that rounds to the activations' type, in docstrings."""
+        return self.spec.precision.activation
+
+    @property
+    def pair_type(self) -> str:
+        """PTX's name of two activations in a word."""
+        return {"bf16": "bf16x2", "fp16": "f16x2"}[self.spec.precision.activation]
+
+    @property
+    def tensor_types(self) -> str:
+        """The types of a boundary's tensors, as the DSL names them."""
+        return ", ".join(sorted({self.activation_type, self.fn_type, "Float32"}))
+
+    @property
+    def exit_types(self) -> str:
+        """What the exit's module takes from the DSL beside ``cute``."""
+        heads = {self.fn_type} if self.exit_by == "sigmoid" else set()
+        mailbox = {"Int32", "Uint32"} if self.tp > 1 else set()
+        names = {self.activation_type, "Float32", "Int64"} | heads | mailbox
+        return ", ".join(sorted(names))
+
+    @property
+    def first_reduction(self) -> str:
+        """What the reduction of the mixes is called where a second one follows."""
+        return "The reduction" if self.delayed else "First reduction"
+
+    @property
+    def projection_means(self) -> str:
+        """How the projection sums over a warp, in comments."""
+        return "by shuffles" if self.projection == "fma" else "on tensor cores"
+
+    @property
+    def fn_weight(self) -> str:
+        """The name of fn's type, in comments."""
+        return self.spec.precision.fn_weight.upper()
+
+    @property
+    def fn_type(self) -> str:
+        """The DSL's name of fn's type."""
+        return DSL_TYPES[self.spec.precision.fn_weight]
+
+    @property
+    def fn_halves(self) -> int:
+        """Loads of 16 bytes that take eight elements of fn."""
+        return 2 if self.spec.precision.fn_weight == "fp32" else 1
+
+    @property
+    def delayed(self) -> bool:
+        """Whether the collapse uses the pre-mix of the boundary before."""
+        return self.spec.model.pre_mix == "delayed"
+
+    @property
+    def norm_weight(self) -> NormWeight:
+        """The weight of the norm."""
+        return self.spec.model.norm_weight
+
+    @property
+    def stream_mean(self) -> bool:
+        """Whether a boundary returns the mean of the new streams."""
+        return self.spec.outputs.stream_mean
+
+    @property
+    def exit_by(self) -> str | None:
+        """What the exit collapses the streams by; None without an exit."""
+        return self.spec.ends.exit
+
+    @property
+    def ends(self) -> bool:
+        """Whether there is an entry or an exit."""
+        return self.spec.ends.entry or self.exit_by is not None
+
+    @property
+    def multiplies_rows(self) -> bool:
+        """Whether a kernel multiplies rows of fn by FMA."""
+        heads = self.spec.ends.entry or self.exit_by == "sigmoid"
+        return heads or self.projection == "fma"
+
+    @property
+    def ends_cluster(self) -> int:
+        """Blocks of a cluster of the entry and of the exit."""
+        whole = self.fragments // ENDS_THREADS
+        return min(PORTABLE_CLUSTER, 1 << max(0, whole.bit_length() - 1))
+
+    @property
+    def ends_threads(self) -> int:
+        """Threads of a block of the entry and of the exit."""
+        return ENDS_THREADS
+
+    @property
+    def ends_warps(self) -> int:
+        """Warps of such a block."""
+        return ENDS_THREADS // WARP
+
+    @property
+    def ends_stride(self) -> int:
+        """Fragments that a cluster of the entry or the exit takes in a turn."""
+        return self.ends_cluster * ENDS_THREADS
+
+    @property
+    def ends_turns(self) -> int:
+        """Turns that a row takes, the last perhaps in part."""
+        return -(-self.fragments // self.ends_stride)
+
+    @property
+    def exit_sums(self) -> int:
+        """Sums that the exit takes before the collapse; none without a head."""
+        return self.hc + 1 if self.exit_by == "sigmoid" else 0
+
+    def ends_shared_bytes(self, sums: int, stash_fragments: int) -> int:
+        """Shared memory of a block of the entry or the exit.
+
+        Args:
+            sums: Values that the cluster sums before the norm's squares.
+            stash_fragments: Fragments that a thread keeps.
+        """
+        stages = (
+            stash_fragments * ENDS_THREADS * FRAGMENT_BYTES,
+            *(
+                part
+                for count in (sums, 1)
+                for part in (count * self.ends_warps * 4, count * self.ends_cluster * 4)
+            ),
+        )
+        return sum(aligned(stage, FRAGMENT_BYTES) for stage in stages)
+
+    def ends_launches(self, tokens: int) -> dict[str, Launch]:
+        """The launches of the entry and of the exit, by kernel."""
+        grid = (self.ends_cluster, tokens, 1)
+        shared_bytes = {}
+        if self.spec.ends.entry:
+            shared_bytes["entry"] = self.ends_shared_bytes(self.mix + 1, 0)
+        if self.exit_by is not None:
+            streams = self.hc if self.exit_by == "sigmoid" else 1
+            stash = streams * self.ends_turns
+            shared_bytes["exit"] = self.ends_shared_bytes(self.exit_sums, stash)
+        return {
+            name: Launch(name, grid, ENDS_THREADS, self.ends_cluster, size)
+            for name, size in shared_bytes.items()
+        }
 
     @property
     def tp(self) -> int:
@@ -268,6 +535,8 @@ class Plan:
     @property
     def transports(self) -> tuple[str, ...]:
         """Transports that the package's publish kernels are built for."""
+        if self.tp == 1:
+            return (LOCAL,)
         return tuple(self.spec.parallel.transports)
 
     @property
@@ -278,18 +547,71 @@ class Plan:
         return SHARED_EXPERT[self.spec.moe.shared_expert]
 
     @property
+    def trips(self) -> int:
+        """Shares of a row that each warp takes one after another."""
+        return self.design.trips
+
+    @property
+    def fn_home(self) -> FnHome:
+        """Where a boundary block keeps its part of fn."""
+        return self.design.fn_home
+
+    @property
+    def prefetch(self) -> bool:
+        """Whether the next token's rows are in flight while one is in work."""
+        return self.design.prefetch
+
+    def boundary_name(self, group: int) -> str:
+        """The name of the boundary kernel that takes ``group`` tokens a cluster."""
+        if group == 1 and self.trips == 1:
+            return "boundary"
+        return f"grouped_boundary_{group}"
+
+    @property
     def publish_threads(self) -> int:
-        """Threads of a publish block, one a fragment: they divide the row evenly."""
-        return max(
+        """Threads of a publish block, one a fragment.
+
+        They divide the row evenly, unless that would leave less than a warp.
+        """
+        divisors = [
             threads
-            for threads in range(1, PUBLISH_THREADS + 1)
+            for threads in range(WARP, PUBLISH_THREADS + 1)
             if self.fragments % threads == 0
-        )
+        ]
+        with_idle = min(PUBLISH_THREADS, aligned(self.fragments, WARP))
+        return max(divisors, default=with_idle)
 
     @property
     def publish_blocks(self) -> int:
         """Publish blocks a row."""
-        return self.fragments // self.publish_threads
+        return -(-self.fragments // self.publish_threads)
+
+    @property
+    def publish_idle_lanes(self) -> bool:
+        """Whether some threads of a publish have no fragment."""
+        return self.publish_blocks * self.publish_threads > self.fragments
+
+    @cached_property
+    def idle_lanes(self) -> bool:
+        """Whether some lanes of a boundary have no fragment, on any target."""
+        return any(target.idle_lanes for target in self.targets)
+
+    @cached_property
+    def grouped(self) -> bool:
+        """Whether any boundary kernel takes its tokens one after another."""
+        groups = {group for target in self.targets for group in target.groups}
+        return groups != {1} or self.trips > 1
+
+    @cached_property
+    def single(self) -> bool:
+        """Whether there is a boundary kernel for one token a cluster."""
+        return self.trips == 1 and any(1 in target.groups for target in self.targets)
+
+    @property
+    def stores_if(self) -> str:
+        """Which lanes store their share of the layer input; empty where all do."""
+        conditions = {"own": self.idle_lanes, "counts": bool(self.lane_map.merges)}
+        return " and ".join(name for name, is_needed in conditions.items() if is_needed)
 
     @property
     def token_bytes(self) -> int:
@@ -299,12 +621,37 @@ class Plan:
     @property
     def fn_row_bytes(self) -> int:
         """Bytes of one row of fn."""
-        return self.hc * self.mailbox.row_bytes
+        return self.hc * self.fn_stream_bytes
+
+    @property
+    def fn_stream_bytes(self) -> int:
+        """Bytes of one stream's part of a row of fn."""
+        return self.hidden * 2 * self.fn_halves
+
+    @property
+    def fn_fragment_bytes(self) -> int:
+        """Bytes of eight elements of fn."""
+        return FRAGMENT_BYTES * self.fn_halves
+
+    @property
+    def fn_trip_bytes(self) -> int:
+        """Bytes of fn that one thread multiplies with in a trip."""
+        return self.fn_fragments * FRAGMENT_BYTES // self.trips
+
+    @property
+    def fn_rows(self) -> int:
+        """Rows of fn that a thread multiplies with: its octets', or all of them."""
+        return self.fn_octets if self.projection == "tensor_cores" else self.mix
 
     @property
     def fragments_per_warp(self) -> int:
-        """Fragments of each stream that a warp holds."""
+        """Fragments of each stream that a warp holds: its share of a row."""
         return WARP // self.hc
+
+    @property
+    def shares(self) -> int:
+        """Shares of a row that warps take, the last perhaps in part."""
+        return -(-self.fragments // self.fragments_per_warp)
 
     @property
     def chunk_bytes(self) -> int:
@@ -322,18 +669,67 @@ class Plan:
 
     @property
     def fn_octets(self) -> int:
-        """Octets of fn rows."""
-        return self.mix // OCTET
+        """Octets of fn rows, the last perhaps in part."""
+        return -(-self.mix // OCTET)
+
+    @property
+    def fn_fragments(self) -> int:
+        """Fragments of fn that one thread multiplies."""
+        if self.projection == "fma":
+            return self.trips * self.mix * self.fn_halves
+        return self.trips * len(self.chunks) * self.fn_octets
+
+    @property
+    def fn_thread_bytes(self) -> int:
+        """Bytes of fn that one thread multiplies."""
+        return self.fn_fragments * FRAGMENT_BYTES
+
+    @property
+    def fn_partial_octet(self) -> bool:
+        """Whether the rows of fn end within an octet."""
+        return self.mix % OCTET > 0
+
+    @property
+    def fn_octets_are_odd(self) -> bool:
+        """Whether the rows of fn leave half a tile to the tokens, and not a whole."""
+        return self.fn_octets % 2 == 1
+
+    @property
+    def fn_ahead(self) -> int:
+        """Octets of fn in flight while the projection reads it from L2."""
+        return min(2 * self.fn_rows, MAX_FN_AHEAD)
 
     @property
     def tiles(self) -> int:
         """Tensor-core tiles of two octets: the rows of fn, then the tokens."""
-        return (self.fn_octets + 1) // 2
+        return self.fn_octets // 2 + 1
 
     @property
     def squares(self) -> int:
-        """Place of the square sum behind the octets of mixes."""
+        """Place of the square sum behind the mixes, or behind their octets."""
+        if self.projection == "fma":
+            return self.mix
         return self.fn_octets * OCTET
+
+    @property
+    def last_sum(self) -> int:
+        """Place of the last sum: with a delayed pre-mix, of the norm's squares."""
+        return self.squares + self.delayed
+
+    @property
+    def last_sum_name(self) -> str:
+        """The constant of that place."""
+        return "NORM_SQUARES" if self.delayed else "SQUARES"
+
+    @property
+    def sum_tiles(self) -> int:
+        """Warps' worth of sums that the projection reduces one after another."""
+        return -(-(self.squares + 1) // WARP)
+
+    @property
+    def sum_rows(self) -> int:
+        """Places of a token's sums in the exchange of a cluster, whole warps."""
+        return aligned(self.last_sum + 1, WARP)
 
     @property
     def sums_stride(self) -> int:
@@ -342,7 +738,7 @@ class Plan:
         Lanes store octets of two neighbouring tokens at once: a stride of 4 modulo 16
         keeps the four pairs of a warp in different banks.
         """
-        return (self.squares + 1 + 11) // 16 * 16 + 4
+        return (self.last_sum + 1 + 11) // 16 * 16 + 4
 
     @property
     def stash_stream_bytes(self) -> int:
@@ -364,7 +760,7 @@ class Plan:
     @property
     def lane_words(self) -> int:
         """32-bit words of a collapsed fragment that one of its lanes keeps."""
-        return FRAGMENT_WORDS // self.hc
+        return max(1, FRAGMENT_WORDS // self.hc)
 
     @property
     def mailbox(self) -> MailboxPlan:
@@ -375,12 +771,15 @@ class Plan:
     def lane_map(self) -> LaneMap:
         """Which rank and stream each lane serves."""
         sources = min(self.tp, self.hc)
+        distances = tuple(reversed(powers_of_two_below(self.hc)))
+        splits = distances[: FRAGMENT_WORDS.bit_length() - 1]
         return LaneMap(
             lanes=self.hc,
             sources=sources,
             polls=self.tp // sources,
             butterflies=powers_of_two_below(sources),
-            splits=tuple(reversed(powers_of_two_below(self.hc))),
+            splits=splits,
+            merges=distances[len(splits) :],
         )
 
     @cached_property
@@ -409,11 +808,6 @@ def aligned(size: int, alignment: int) -> int:
     return -(-size // alignment) * alignment
 
 
-def boundary_name(group: int) -> str:
-    """The name of the boundary kernel that takes ``group`` tokens a cluster."""
-    return "boundary" if group == 1 else f"grouped_boundary_{group}"
-
-
 def register_limit(threads: int) -> int:
     """Registers a thread may use when a block has a multiprocessor to itself.
 
@@ -431,58 +825,52 @@ def make_plan(spec: Spec) -> Plan:
         PlanError: The spec asks for what the hardware or the kernels cannot do; all
             problems at once, each with the spec key that causes it.
     """
-    plan = Plan(spec)
-    problems = model_problems(plan)
-    if not problems:
-        for name, target in spec.targets.items():
-            problems += target_problems(plan, ARCHITECTURES[name], target)
+    problems = model_problems(Plan(spec))
     if problems:
         raise PlanError(problems)
-    _ = plan.targets
-    return plan
+    for _, designs in groupby(DESIGNS, key=lambda design: design.trips):
+        for design in designs:
+            plan = Plan(spec, design)
+            problems = plan_problems(plan)
+            if not problems:
+                return plan
+        # More trips could make room for more tokens, at the cost of every call.
+        if all("token_groups" in problem.loc for problem in problems):
+            break
+    raise PlanError(problems)
+
+
+def plan_problems(plan: Plan) -> list[Problem]:
+    """What keeps the targets of a spec from being built by one design."""
+    return [
+        problem
+        for name, target in plan.spec.targets.items()
+        for problem in target_problems(plan, ARCHITECTURES[name], target)
+    ]
 
 
 def model_problems(plan: Plan) -> list[Problem]:
     """Faults of the spec that no choice of target can mend."""
-    problems = unserved_problems(plan.spec)
-    if plan.spec.precision.fn_weight == "fp32":
-        problems.append(
+    problems = []
+    if plan.projection == "tensor_cores":
+        problems += [
             Problem(
-                ("precision", "fn_weight"),
-                "the projection multiplies on BF16 tensor cores, which FP32 rows of fn "
-                "do not fit",
-                given="fp32",
-                allowed="bf16",
+                ("precision", "projection"),
+                f"tensor cores multiply BF16 with BF16, and {key} is {value}",
+                given="tensor_cores",
+                allowed="auto, fma",
             )
-        )
-    if plan.sums > WARP:
+            for key, value in plan.wide_types
+        ]
+    if plan.exit_by == "pre_mix" and not plan.delayed:
         problems.append(
             Problem(
-                ("model", "hc"),
-                f"hc {plan.hc} makes {plan.sums} sums a token, and one warp reduces "
-                f"{WARP}",
-                given=str(plan.hc),
-                allowed="2 or 4",
-            )
-        )
-    elif plan.mix % OCTET:
-        problems.append(
-            Problem(
-                ("model", "hc"),
-                f"hc {plan.hc} makes {plan.mix} mixes, and the projection takes rows "
-                f"of fn by {OCTET}",
-                given=str(plan.hc),
-                allowed="2 or 4",
-            )
-        )
-    elif not legal_clusters(plan):
-        problems.append(
-            Problem(
-                ("model", "hidden"),
-                "no cluster size serves this hidden size; with "
-                f"{PORTABLE_CLUSTER} blocks, {cluster_fault(plan, PORTABLE_CLUSTER)}",
-                given=str(plan.hidden),
-                allowed=f"near it: {', '.join(map(str, nearest_hidden_sizes(plan)))}",
+                ("ends", "exit"),
+                "an exit by pre-mix takes the one that the last boundary returned, and "
+                "none does where model.pre_mix is fresh",
+                given="pre_mix",
+                allowed="mean, sigmoid",
+                hint="or set model.pre_mix to delayed",
             )
         )
     if plan.mailbox.total_bytes > INT32_MAX:
@@ -499,107 +887,129 @@ def model_problems(plan: Plan) -> list[Problem]:
     return problems
 
 
-def unserved_problems(spec: Spec) -> list[Problem]:
-    """Choices that no kernel serves yet."""
-    choices: tuple[tuple[tuple[str, ...], object, object], ...] = (
-        (("model", "pre_mix"), spec.model.pre_mix, "fresh"),
-        (("model", "norm_weight"), spec.model.norm_weight, "plain"),
-        (("precision", "activation"), spec.precision.activation, "bf16"),
-        (("precision", "projection"), spec.precision.projection, "auto"),
-        (("ends", "entry"), spec.ends.entry, False),
-        (("ends", "exit"), spec.ends.exit, None),
-        (("outputs", "stream_mean"), spec.outputs.stream_mean, False),
-    )
-    return [
-        Problem(key, "no kernel serves this yet", given=str(given), allowed=str(served))
-        for key, given, served in choices
-        if given != served
-    ]
+def working_registers(plan: Plan) -> int:
+    """Registers of a boundary's thread beyond those for fn and for tokens' inputs.
+
+    They hold addresses, sums and what is in work. Measured on DSL 4.8.1 as 50 to 59 for
+    4 streams of 4 ranks, 65 for 2 of 16, 66 for 1 of 16, and 74 for 8 streams.
+    """
+    return 58 + 2 * plan.hc + plan.lane_map.polls // 2
 
 
 def boundary_registers(plan: Plan) -> int:
-    """Registers that a grouped boundary's thread needs; the boundary needs fewer.
+    """Registers that a boundary's thread needs for the tokens' rows.
 
-    It holds its part of fn, and the inputs of a token twice: of the one in work and of
-    the next.
+    It holds its part of fn, if that is at home there, and the inputs of a token; with
+    prefetch, those of the next one too. The boundary of one token needs fewer.
     """
-    fn = plan.fn_octets * len(plan.chunks) * FRAGMENT_WORDS
+    fn = plan.fn_fragments * FRAGMENT_WORDS if plan.fn_home == "registers" else 0
     fragments = plan.lane_map.polls + plan.hc
     weights = 1 + plan.hc
-    return fn + 2 * (fragments * FRAGMENT_WORDS + weights) + WORKING_REGISTERS
+    tokens = 2 if plan.prefetch else 1
+    inputs = tokens * (fragments * FRAGMENT_WORDS + weights)
+    return fn + inputs + working_registers(plan)
 
 
-def cluster_fault(plan: Plan, cluster_size: int) -> str | None:
-    """Why a cluster size cannot serve this plan, or None where it can."""
-    if cluster_size > PORTABLE_CLUSTER:
-        return f"clusters of more than {PORTABLE_CLUSTER} blocks are not portable"
-    if plan.fragments % cluster_size:
+def projection_registers(plan: Plan, group: int) -> int:
+    """Registers that a boundary's thread needs to project ``group`` tokens."""
+    if plan.projection == "fma":
+        held = plan.fn_fragments if plan.fn_home == "registers" else MAX_FN_AHEAD
+        return held * FRAGMENT_WORDS + FMA_REGISTERS
+    homes = {
+        "registers": plan.fn_fragments,
+        "shared": plan.fn_octets,
+        # The compiler takes more of them ahead: measured on DSL 4.8.1.
+        "global": 3 * plan.fn_octets + plan.fn_ahead,
+    }
+    octets = -(-group // OCTET)
+    totals = octets * plan.tiles * FRAGMENT_WORDS
+    addresses = octets
+    return (
+        homes[plan.fn_home] * FRAGMENT_WORDS + totals + addresses + PROJECTION_REGISTERS
+    )
+
+
+def group_fault(target: TargetPlan, group: int) -> str | None:
+    """Why a cluster cannot take so many tokens together, or None where it can."""
+    plan, name = target.plan, target.arch
+    tokens = f"{group} token{'s' * (group > 1)}"
+    needed, limit = target.shared_bytes(group), target.architecture.shared_bytes
+    if needed > limit:
         return (
-            f"{cluster_size} blocks cannot share {plan.fragments} fragments of "
-            f"{FRAGMENT_BYTES} bytes (hidden / {FRAGMENT_ELEMENTS}) evenly"
+            f"a group of {tokens} needs {needed} bytes of shared memory; {name} has "
+            f"{limit}"
         )
-    threads = plan.fragments // cluster_size * plan.lane_map.lanes
-    if threads > MAX_THREADS_PER_BLOCK:
+    registers = projection_registers(plan, group)
+    if registers > target.register_limit:
         return (
-            f"a block would need {threads} threads; the limit is "
-            f"{MAX_THREADS_PER_BLOCK}"
-        )
-    if threads % WARP:
-        return (
-            f"a block would have {threads} threads, which is no number of whole warps"
-        )
-    needed = boundary_registers(plan)
-    if needed > register_limit(threads):
-        return (
-            f"{threads} threads a block leave {register_limit(threads)} registers a "
-            f"thread, and the boundary needs about {needed}"
+            f"to project a group of {tokens} takes about {registers} registers a "
+            f"thread; {target.threads} threads a block leave {target.register_limit}"
         )
     return None
 
 
-def legal_clusters(plan: Plan) -> tuple[int, ...]:
+def cluster_fault(
+    plan: Plan, architecture: Architecture, cluster_size: int
+) -> str | None:
+    """Why a cluster size cannot serve this plan, or None where it can."""
+    if cluster_size > architecture.max_cluster:
+        return (
+            f"{architecture.name} has clusters of at most {architecture.max_cluster} "
+            "blocks"
+        )
+    target = TargetPlan(plan, architecture, cluster_size, "", (), "")
+    if target.threads > MAX_THREADS_PER_BLOCK:
+        return (
+            f"a block would need {target.threads} threads; the limit is "
+            f"{MAX_THREADS_PER_BLOCK}"
+        )
+    needed = boundary_registers(plan)
+    if needed > target.register_limit:
+        return (
+            f"{target.threads} threads a block leave {target.register_limit} registers "
+            f"a thread, and the boundary needs about {needed}"
+        )
+    # With fn in shared memory, little room for tokens is a bad bargain.
+    fewest = min(FEWEST_TOKENS, plan.capacity) if plan.fn_home == "shared" else 1
+    return group_fault(target, fewest)
+
+
+def legal_clusters(plan: Plan, architecture: Architecture) -> tuple[int, ...]:
     """The cluster sizes that can serve this plan, rising."""
     return tuple(
         size
-        for size in range(1, PORTABLE_CLUSTER + 1)
-        if cluster_fault(plan, size) is None
+        for size in range(1, architecture.max_cluster + 1)
+        if cluster_fault(plan, architecture, size) is None
     )
 
 
-def nearest_hidden_sizes(plan: Plan) -> list[int]:
-    """The next smaller and the next larger hidden size that can be served."""
+def choose_cluster(plan: Plan, architecture: Architecture) -> int | None:
+    """The cluster size for a spec that names none.
 
-    def is_legal(hidden: int) -> bool:
-        model = plan.spec.model.model_copy(update={"hidden": hidden})
-        return bool(legal_clusters(Plan(plan.spec.model_copy(update={"model": model}))))
+    The portable one that leaves each warp least to do; of these, the smallest.
+    """
 
-    smaller = range(plan.hidden - FRAGMENT_ELEMENTS, 0, -FRAGMENT_ELEMENTS)
-    larger = range(plan.hidden + FRAGMENT_ELEMENTS, 2 * plan.hidden, FRAGMENT_ELEMENTS)
-    found = (next(filter(is_legal, sizes), None) for sizes in (smaller, larger))
-    return [size for size in found if size is not None]
+    def warps(size: int) -> int:
+        return -(-plan.shares // size)
 
-
-def choose_cluster(plan: Plan) -> int:
-    """The cluster size for a spec that names none: the largest legal one."""
-    return legal_clusters(plan)[-1]
+    sizes = [s for s in legal_clusters(plan, architecture) if s <= PORTABLE_CLUSTER]
+    return min(sizes, key=warps, default=None)
 
 
-def choose_token_groups(
-    plan: Plan, architecture: Architecture, cluster_size: int
-) -> tuple[TokenGroup, ...]:
+def choose_token_groups(target: TargetPlan) -> Iterator[TokenGroup]:
     """Token groups for a spec that names none: one wave of clusters at every M.
 
-    Each group serves the calls that it lets run in one wave; the last one serves the
-    rest of the capacity.
+    Each group serves the calls that it lets run in one wave; the last one that a
+    cluster can take serves the rest of the capacity.
     """
-    wave = clusters_at_once(architecture, cluster_size)
-    rows = []
-    for group in TOKEN_GROUPS:
-        rows.append(TokenGroup(min(wave * group, plan.capacity), group))
-        if rows[-1].max_tokens == plan.capacity:
-            return tuple(rows)
-    rows[-1] = TokenGroup(plan.capacity, TOKEN_GROUPS[-1])
-    return tuple(rows)
+    capacity = target.plan.capacity
+    wave = clusters_at_once(target.architecture, target.cluster_size)
+    groups = [group for group in TOKEN_GROUPS if group_fault(target, group) is None]
+    for group in groups:
+        served = capacity if group == groups[-1] else min(wave * group, capacity)
+        yield TokenGroup(served, group)
+        if served == capacity:
+            return
 
 
 def clusters_at_once(architecture: Architecture, cluster_size: int) -> int:
@@ -610,52 +1020,83 @@ def clusters_at_once(architecture: Architecture, cluster_size: int) -> int:
 def target_problems(
     plan: Plan, architecture: Architecture, target: Target
 ) -> list[Problem]:
-    """What keeps one target of the spec from being built."""
+    """What keeps one target of the spec from being built by a design."""
     key = ("targets", architecture.name)
-    if target.cluster_size is not None:
-        fault = cluster_fault(plan, target.cluster_size)
+    if target.cluster_size is None:
+        if choose_cluster(plan, architecture) is None:
+            fault = cluster_fault(plan, architecture, PORTABLE_CLUSTER)
+            return [
+                Problem(
+                    ("model", "hidden"),
+                    f"no portable cluster of {architecture.name} serves this hidden "
+                    f"size; with {PORTABLE_CLUSTER} blocks, {fault}",
+                    given=str(plan.hidden),
+                    hint="name a larger cluster_size",
+                )
+            ]
+    else:
+        fault = cluster_fault(plan, architecture, target.cluster_size)
         if fault is not None:
             return [
                 Problem(
                     (*key, "cluster_size"),
                     fault,
                     given=str(target.cluster_size),
-                    allowed=", ".join(map(str, legal_clusters(plan))),
+                    allowed=", ".join(map(str, served_clusters(plan, architecture))),
                     hint="leave it out and the plan picks one",
                 )
             ]
     problems = []
     planned = plan_target(plan, architecture, target)
     for index, row in enumerate(target.token_groups or ()):
-        needed = planned.shared_bytes(row.group)
-        if needed > architecture.shared_bytes:
+        fault = group_fault(planned, row.group)
+        if fault is not None:
             fits = max(
                 group
                 for group in range(1, row.group)
-                if planned.shared_bytes(group) <= architecture.shared_bytes
+                if group_fault(planned, group) is None
             )
             problems.append(
                 Problem(
                     (*key, "token_groups", index, "group"),
-                    f"a group of {row.group} tokens needs {needed} bytes of shared "
-                    f"memory; {architecture.name} has {architecture.shared_bytes}",
+                    fault,
                     given=str(row.group),
                     allowed=f"at most {fits} at cluster size {planned.cluster_size}",
                 )
             )
+    orders = {planned.order_of_sums(row) for row in planned.token_groups}
+    if plan.spec.batch_invariant and len(orders) > 1:
+        problems.append(
+            Problem(
+                ("batch_invariant",),
+                f"on {architecture.name}, token groups add their sums in {len(orders)} "
+                "orders, and bits would depend on M",
+                given="true",
+                allowed="false",
+                hint="or give all token groups of the target one shape",
+            )
+        )
     return problems
+
+
+def served_clusters(plan: Plan, architecture: Architecture) -> list[int]:
+    """The cluster sizes that some design can serve, rising."""
+    plans = [Plan(plan.spec, design) for design in DESIGNS]
+    return sorted({size for p in plans for size in legal_clusters(p, architecture)})
 
 
 def plan_target(plan: Plan, architecture: Architecture, target: Target) -> TargetPlan:
     """Plans one target; it must have no problems."""
-    if target.cluster_size is None:
-        cluster_size = choose_cluster(plan)
-        cluster_reason = "picked: the largest portable one that divides the row"
-    else:
-        cluster_size = target.cluster_size
-        cluster_reason = "from the spec"
+    cluster_size = target.cluster_size or choose_cluster(plan, architecture)
+    assert cluster_size is not None
+    cluster_reason = (
+        "from the spec"
+        if target.cluster_size
+        else "picked: the smallest portable one of those that need the fewest warps"
+    )
+    planned = TargetPlan(plan, architecture, cluster_size, cluster_reason, (), "")
     if target.token_groups is None:
-        token_groups = choose_token_groups(plan, architecture, cluster_size)
+        token_groups = tuple(choose_token_groups(planned))
         wave = clusters_at_once(architecture, cluster_size)
         groups_reason = (
             f"picked: about {wave} clusters run at once, and groups of up to "
@@ -666,6 +1107,4 @@ def plan_target(plan: Plan, architecture: Architecture, target: Target) -> Targe
             TokenGroup(row.max_tokens, row.group) for row in target.token_groups
         )
         groups_reason = "from the spec"
-    return TargetPlan(
-        plan, architecture, cluster_size, cluster_reason, token_groups, groups_reason
-    )
+    return replace(planned, token_groups=token_groups, groups_reason=groups_reason)

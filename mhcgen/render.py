@@ -4,6 +4,7 @@ import ast
 import hashlib
 import json
 import os
+import re
 import subprocess
 import tempfile
 import textwrap
@@ -24,7 +25,7 @@ from jinja2 import TemplateError as JinjaError
 
 from mhcgen import __version__
 from mhcgen.manifest import MANIFEST, KernelRow, Manifest
-from mhcgen.plan import MIXES_THREADS, Plan, TargetPlan, boundary_name, make_plan
+from mhcgen.plan import LOCAL, MIXES_THREADS, Plan, TargetPlan, make_plan
 from mhcgen.resources import RUNTIME, resource
 from mhcgen.spec import Spec
 
@@ -35,7 +36,18 @@ PTX_DOCSTRING = (
 )
 
 EMITTED_IF: dict[PurePosixPath, Callable[[Plan], bool]] = {
+    PurePosixPath("boundary.py"): lambda plan: plan.single,
     PurePosixPath("finalize.py"): lambda plan: plan.spec.moe is not None,
+    PurePosixPath("grouped_boundary.py"): lambda plan: plan.grouped,
+    PurePosixPath("ends.py"): lambda plan: plan.ends,
+    PurePosixPath("entry.py"): lambda plan: plan.spec.ends.entry,
+    PurePosixPath("exit.py"): lambda plan: plan.exit_by is not None,
+    PurePosixPath("fn_rows.py"): lambda plan: plan.multiplies_rows,
+    PurePosixPath("projection_fma.py"): lambda plan: plan.projection == "fma",
+    PurePosixPath("projection_tensor_cores.py"): (
+        lambda plan: plan.projection == "tensor_cores"
+    ),
+    PurePosixPath("publish.py"): lambda plan: plan.tp > 1,
 }
 """When a template is emitted; those that are not named here always are."""
 
@@ -155,7 +167,7 @@ def kernel_rows(target: TargetPlan) -> tuple[KernelRow, ...]:
     moe = plan.spec.moe
     rows = []
     for transport in plan.transports:
-        names = [f"publish_{transport}"]
+        names = [f"publish_{transport}"] if transport != LOCAL else []
         for dtype in moe.weight_dtypes if moe else ():
             for shared in plan.shared_expert:
                 suffix = "_shared" if shared else ""
@@ -163,9 +175,13 @@ def kernel_rows(target: TargetPlan) -> tuple[KernelRow, ...]:
         rows += [KernelRow(name, 1, plan.publish_threads, 0) for name in names]
     for group in target.groups:
         size, shared_bytes = target.cluster_size, target.shared_bytes(group)
-        name = boundary_name(group)
+        name = plan.boundary_name(group)
         rows.append(KernelRow(name, size, target.threads, shared_bytes, group))
     rows.append(KernelRow("mixes", 1, MIXES_THREADS, 0))
+    rows += [
+        KernelRow(name, launch.cluster, launch.block, launch.shared_bytes)
+        for name, launch in plan.ends_launches(1).items()
+    ]
     return tuple(rows)
 
 
@@ -182,7 +198,7 @@ class Templates:
 
     @cached_property
     def sources(self) -> Files:
-        """Every source by its kind and path, such as package/publish.py."""
+        """Every source by its kind and path, such as package/publish.py.jinja."""
         return {
             PurePosixPath(kind, path.relative_to(root).as_posix()): path.read_text(
                 "utf-8"
@@ -274,7 +290,9 @@ def _filled_in(environment: Environment, path: PurePosixPath, plan: Plan) -> str
 def jinja_environment(sources: Files) -> Environment:
     """Jinja with marks that leave templates readable, or even valid, as Python."""
     return Environment(
-        loader=DictLoader({str(path): text for path, text in sources.items()}),
+        loader=DictLoader(
+            {str(path): _with_blank_lines(text) for path, text in sources.items()}
+        ),
         undefined=StrictUndefined,
         autoescape=False,
         keep_trailing_newline=True,
@@ -287,6 +305,11 @@ def jinja_environment(sources: Files) -> Environment:
         comment_end_string="#»",
         finalize=_printable,
     )
+
+
+def _with_blank_lines(text: str) -> str:
+    """Keeps blank lines behind a line statement, which Jinja would swallow with it."""
+    return re.sub(r"^([ \t]*#:.*\n)(?=\n)", r"\1«# #»", text, flags=re.MULTILINE)
 
 
 def _printable(value: object) -> object:

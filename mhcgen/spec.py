@@ -23,14 +23,16 @@ from pydantic_core import PydanticCustomError
 
 from mhcgen.errors import Problem, dotted
 
-Arch = Literal["sm_90a", "sm_100a", "sm_103a"]
+Arch = Literal["sm_90a", "sm_100a", "sm_103a", "sm_120a"]
 ARCHS: tuple[Arch, ...] = get_args(Arch)
+DEFAULT_ARCHS: tuple[Arch, ...] = ("sm_90a", "sm_100a", "sm_103a")
 
 TpSize = Literal[1, 2, 4, 8, 16]
 TP_SIZES: tuple[TpSize, ...] = get_args(TpSize)
 
 Transport = Literal["multicast", "unicast"]
 WeightDtype = Literal["fp32", "bf16"]
+NormWeight = Literal["plain", "plus_one", "none"]
 
 RESERVED_NAMES = frozenset(
     # No module can have these names, or it would hide one that packages import.
@@ -144,7 +146,7 @@ class Model(Section):
         ),
     ] = "fresh"
     norm_weight: Annotated[
-        Literal["plain", "plus_one", "none"],
+        NormWeight,
         Field(
             description="The weight of the norm: as given, as given plus one, or none."
         ),
@@ -302,12 +304,12 @@ class Target(Section):
     ] = None
 
 
-def _all_targets() -> dict[Arch, Target]:
-    return {arch: Target() for arch in ARCHS}
+def _default_targets() -> dict[Arch, Target]:
+    return {arch: Target() for arch in DEFAULT_ARCHS}
 
 
-def _null_as_all_targets(value: object) -> object:
-    return _all_targets() if value is None else value
+def _null_as_default_targets(value: object) -> object:
+    return _default_targets() if value is None else value
 
 
 def _in_order(targets: dict[Arch, Target]) -> dict[Arch, Target]:
@@ -376,12 +378,13 @@ class Spec(Section):
         ],
         Field(
             min_length=1,
-            description="The architectures to make kernels for; all if left out.",
+            description="The architectures to make kernels for; sm_90a, sm_100a and "
+            "sm_103a if left out.",
             json_schema_extra=_schema_by_arch,
         ),
-        BeforeValidator(_null_as_all_targets),
+        BeforeValidator(_null_as_default_targets),
         AfterValidator(_in_order),
-    ] = Field(default_factory=_all_targets)
+    ] = Field(default_factory=_default_targets)
 
     def __hash__(self) -> int:
         """Equal specs hash alike, so that plans can be cached by spec."""

@@ -43,6 +43,7 @@ CALLS = len(reference.VARIANTS)
 STRESS_CALLS = 6
 STRESS_TOKENS = (1, 2, 3, 5)
 SHOWN_FAILURES = 5
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FINALIZE_TOLERANCE = 1e-5
 """A sum near zero may be off by more than an ulp, and by this much."""
 
@@ -64,6 +65,8 @@ class Errors:
         mix: Absolute error of the mixes, at unit scale.
         post: Absolute error of post-mix weights.
         comb: Absolute error of residual mixes.
+        pre: Absolute error of delayed pre-mixes.
+        stream_mean_ulp: Distance of stream means where they are no small rest.
     """
 
     published: int = 0
@@ -74,6 +77,8 @@ class Errors:
     mix: float = 0.0
     post: float = 0.0
     comb: float = 0.0
+    pre: float = 0.0
+    stream_mean_ulp: int = 0
 
     def include(self, other: Errors) -> None:
         """Takes the larger of each."""
@@ -89,7 +94,8 @@ class Errors:
             and self.finalized_ulp <= 1
             and self.layer_input_ulp <= LAYER_INPUT_ULP
             and self.layer_input_share <= LAYER_INPUT_SHARE
-            and max(self.mix, self.post, self.comb) <= reference.MIX_TOLERANCE
+            and self.stream_mean_ulp <= 1
+            and max(self.mix, self.post, self.comb, self.pre) <= reference.MIX_TOLERANCE
         )
 
 
@@ -366,6 +372,29 @@ def constants_of(plan: Plan) -> reference.Constants:
         model.norm_eps,
         model.post_mult,
         model.sinkhorn_iters,
+        model.norm_weight == "plus_one",
+    )
+
+
+def norm_weight_of(plan: Plan, inputs: reference.Inputs) -> torch.Tensor | None:
+    """The weight of the norm, or None where it has none."""
+    return None if plan.norm_weight == "none" else inputs.norm_weight
+
+
+def inputs_of(
+    plan: Plan, m: int, seed: int, hard: reference.Variant = "plain"
+) -> reference.Inputs:
+    """Random inputs of a package's types."""
+    precision = plan.spec.precision
+    return reference.random_inputs(
+        m,
+        plan.hidden,
+        plan.hc,
+        plan.tp,
+        seed,
+        hard=hard,
+        fn_dtype=DTYPES[precision.fn_weight],
+        dtype=DTYPES[precision.activation],
     )
 
 
@@ -401,7 +430,7 @@ def tensor_bytes(plan: Plan, tokens: Sequence[int]) -> int:
     row = 2 * plan.hidden
     top_k = plan.spec.moe.top_k if plan.spec.moe else 0
     each = row * (5 * plan.hc + 16 + 2 * top_k)
-    weights = plan.mix * plan.hc * row + row
+    weights = plan.mix * plan.fn_row_bytes + row
     overhead = 64 << 14  # guards and rounding of each tensor
     return sum(m * each + weights + 4 * row + overhead for m in tokens) + (4 << 20)
 
@@ -427,7 +456,7 @@ class _Call:
             errors.residual += wrong_bits(actual, result.residual)
             layer_input = as_torch(self.output.layer_input.read(rank))
             check = reference.check_layer_input(layer_input, result)
-            distance = reference.bf16_ulp_distance(layer_input, result.layer_input)
+            distance = reference.ulp_distance(layer_input, result.layer_input)
             off = int((distance > 1).sum()) - 1
             errors.layer_input_ulp = max(errors.layer_input_ulp, check.worst_ulp)
             errors.layer_input_share = max(
@@ -440,6 +469,14 @@ class _Call:
             )
             errors.post = max(errors.post, check_mixes.worst_post)
             errors.comb = max(errors.comb, check_mixes.worst_comb)
+            pre, means = self.output.streams.pre, self.output.stream_mean
+            if pre is not None:
+                actual = as_torch(pre.read(rank))
+                off_by = reference.max_abs_error(actual, result.pre)
+                errors.pre = max(errors.pre, off_by)
+            if means is not None:
+                mean_off = mean_distance(as_torch(means.read(rank)), result)
+                errors.stream_mean_ulp = max(errors.stream_mean_ulp, mean_off)
         return errors
 
     def expected(self, rank: int) -> reference.BoundaryResult:
@@ -447,8 +484,10 @@ class _Call:
         streams = self.streams
         residual = streams.residual.read(rank)
         post, comb = streams.post.read(rank), streams.comb.read(rank)
+        pre = streams.pre.read(rank) if streams.pre else None
         # The ranks' streams are the same, unless something is wrong.
         key = residual.tobytes() + post.tobytes() + comb.tobytes()
+        key += b"" if pre is None else pre.tobytes()
         if key not in self._results:
             inputs = self.inputs
             self._results[key] = reference.boundary(
@@ -459,8 +498,9 @@ class _Call:
                 inputs.fn,
                 inputs.scale,
                 inputs.base,
-                inputs.norm_weight,
+                norm_weight_of(self.plan, inputs),
                 constants_of(self.plan),
+                None if pre is None else as_torch(pre),
             )
         return self._results[key]
 
@@ -486,9 +526,7 @@ class _Calls:
         m = case.tokens[index]
         variants = reference.VARIANTS
         hard = variants[(index + case.seed * case.stress) % len(variants)]
-        inputs = reference.random_inputs(
-            m, plan.hidden, plan.hc, plan.tp, 1000 * case.seed + index, hard=hard
-        )
+        inputs = inputs_of(plan, m, 1000 * case.seed + index, hard)
         kind = self.kinds[(index + case.seed) % len(self.kinds)]
         errors, parts = Errors(), None
         streams = self._streams(m, inputs)
@@ -507,12 +545,7 @@ class _Calls:
                 errors.finalized_ulp = self._distance(sent)
                 errors.published = self._differing(m, sent)
                 parts = sent
-        weights = Weights(
-            *(
-                ranks.tensor(name, as_numpy(getattr(inputs, name)))
-                for name in ("fn", "scale", "base", "norm_weight")
-            )
-        )
+        weights = uploaded_weights(ranks, inputs)
         output = ranks.consume(streams, weights)
         call = _Call(plan, inputs, streams, output, parts, errors)
         self.done.append(call)
@@ -531,14 +564,10 @@ class _Calls:
         if self.case.stress and self.done:
             before = self.done[-1].output.streams
             if before.residual.shape[0] >= m:
-                return Streams(
-                    *(getattr(before, each.name).first(m) for each in fields(Streams))
-                )
+                return before.first(m)
+        names = ["residual", "post", "comb", *["pre"] * self.plan.delayed]
         return Streams(
-            *(
-                self._input(each.name, as_numpy(getattr(inputs, each.name)))
-                for each in fields(Streams)
-            )
+            *(self._input(name, as_numpy(getattr(inputs, name))) for name in names)
         )
 
     def _input(self, name: str, *values: Array) -> Tensor:
@@ -559,6 +588,7 @@ class _Calls:
         moe = plan.spec.moe
         assert moe is not None
         generator = torch.Generator().manual_seed(1000 * case.seed + index + 500)
+        activation = DTYPES[plan.spec.precision.activation]
         rows = 4 * m + 3
         self.routed = []
         for _ in range(plan.tp):
@@ -573,12 +603,12 @@ class _Calls:
             chosen = torch.randint(0, rows - 1, (m, moe.top_k), generator=generator)
             self.routed.append(
                 (
-                    gemm2.bfloat16(),
+                    gemm2.to(activation),
                     weights.masked_fill(absent, torch.nan).to(
                         torch.bfloat16 if dtype == "bf16" else torch.float32
                     ),
                     torch.where(absent, -1, chosen).to(torch.int32),
-                    shared_row.bfloat16() if shared else None,
+                    shared_row.to(activation) if shared else None,
                 )
             )
         names = [each.name for each in fields(Routed)]
@@ -600,7 +630,7 @@ class _Calls:
 
     def _sent(self, m: int) -> list[torch.Tensor]:
         """What every rank has published, as rank 0 sees it."""
-        rows = self.ranks.mailbox(0, self.ranks.generation(0), m)
+        rows = self.ranks.published(0, m)
         return list(as_torch(rows).unbind())
 
     def _differing(self, m: int, wanted: Sequence[torch.Tensor]) -> int:
@@ -608,11 +638,7 @@ class _Calls:
         return sum(
             wrong_bits(as_torch(row), part)
             for rank in range(self.plan.tp)
-            for row, part in zip(
-                self.ranks.mailbox(rank, self.ranks.generation(rank), m),
-                wanted,
-                strict=True,
-            )
+            for row, part in zip(self.ranks.published(rank, m), wanted, strict=True)
         )
 
     def _distance(self, sent: Sequence[torch.Tensor]) -> int:
@@ -620,10 +646,30 @@ class _Calls:
         worst = 0
         for part, arguments in zip(sent, self.routed, strict=True):
             exact, rounded = reference.finalize(*arguments)
-            distance = reference.bf16_ulp_distance(part, rounded)
+            distance = reference.ulp_distance(part, rounded)
             close = (part.double() - exact).abs() <= FINALIZE_TOLERANCE
             worst = max(worst, int(distance.masked_fill(close, 0).max()))
         return worst
+
+
+def uploaded_weights(ranks: EmulatedRanks, inputs: reference.Inputs) -> Weights:
+    """The weights of some inputs, on every rank."""
+    fn, scale, base = (
+        ranks.tensor(name, as_numpy(getattr(inputs, name)))
+        for name in ("fn", "scale", "base")
+    )
+    weight = norm_weight_of(ranks.plan, inputs)
+    uploaded = None if weight is None else ranks.tensor("norm_weight", as_numpy(weight))
+    return Weights(fn, scale, base, uploaded)
+
+
+def mean_distance(actual: torch.Tensor, result: reference.BoundaryResult) -> int:
+    """The largest distance of a stream mean, but where the streams cancel."""
+    distance = reference.ulp_distance(actual, result.stream_mean)
+    exact = result.residual.double()
+    small = exact.mean(1).abs() <= 1e-3 * exact.abs().mean(1)
+    either = distance == reference.NAN_DISTANCE
+    return int(distance.masked_fill(small & ~either, 0).max())
 
 
 def as_numpy(tensor: torch.Tensor) -> Array:

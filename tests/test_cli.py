@@ -68,7 +68,11 @@ def wrong(tmp_path: Path) -> Path:
 @pytest.fixture
 def unplannable(tmp_path: Path) -> Path:
     path = tmp_path / "unplannable.yaml"
-    path.write_text(GLM53.read_text().replace("cluster_size: 8", "cluster_size: 7"))
+    path.write_text(
+        GLM53.read_text()
+        .replace("cluster_size: 8", "cluster_size: 16")
+        .replace("sm_90a:", "sm_120a:")
+    )
     return path
 
 
@@ -194,12 +198,12 @@ def test_all_wrong_specs_are_reported(run: Run, wrong: Path, tmp_path: Path) -> 
 
 
 def test_spec_without_a_plan(run: Run, unplannable: Path, tmp_path: Path) -> None:
-    line = unplannable.read_text().splitlines().index("  sm_90a:") + 2
+    line = unplannable.read_text().splitlines().index("  sm_120a:") + 2
     for command in ("build", "compile", "explain"):
         result = run(command, unplannable)
         assert (result.code, result.out) == (2, "")
         assert f"unplannable.yaml:{line}:" in result.err
-        assert "targets.sm_90a.cluster_size" in result.err
+        assert "targets.sm_120a.cluster_size" in result.err
         assert "Traceback" not in result.err
     assert [path.name for path in tmp_path.iterdir()] == ["unplannable.yaml"]
 
@@ -269,7 +273,7 @@ def test_explain_shows_derivations(run: Run, glm53_plan: Plan) -> None:
     result = run("explain", GLM53, "--arch", "sm_90a", "--tokens", 33)
     assert result.code == 0
     lines = [re.sub(r"\s+", " ", line.strip()) for line in result.out.splitlines()]
-    derivation = f"= 512 fragments / {target.cluster_size} blocks x 4 lanes"
+    derivation = f"= {target.warps} warps x 32"
     assert f"threads {target.threads} {derivation}" in lines
     assert "total bytes 25165824 = 3 generations x 8388608" in lines
     assert "1 1 1" in lines  # lane 1 polls rank 1 and owns stream 1

@@ -20,16 +20,19 @@ from mhcgen.reference import (
     VARIANTS,
     BoundaryResult,
     Constants,
+    Head,
     Inputs,
     all_reduce,
-    bf16_ulp_distance,
     bits_equal,
     boundary,
     check_layer_input,
     check_mixes,
     collapse,
+    entry_boundary,
+    exit_boundary,
     finalize,
     fma_f32,
+    head_mix,
     max_abs_error,
     mixes,
     normalize,
@@ -39,8 +42,10 @@ from mhcgen.reference import (
     project,
     random_inputs,
     residual_mix,
-    round_to_bf16,
+    round_to,
     sanitize,
+    stream_mean,
+    ulp_distance,
 )
 
 GLM = Constants(
@@ -48,22 +53,25 @@ GLM = Constants(
 )
 F32_MAX = (2 - 2**-23) * 2.0**127
 A = 27 * 2.0**-19  # A*A is 0.7 * 2^-28
-FP32, BF16 = 24, 8  # bits of precision; both have FP32's exponents
+FP32, BF16, FP16 = 24, 8, 11  # bits of precision
+ACTIVATIONS = {torch.bfloat16: BF16, torch.float16: FP16}
 
 # --- the oracle: one number at a time, exact rationals, its own rounding ----------
 
 
 def nearest_even(value: Fraction, precision: int) -> float:
-    """Round a rational once, to FP32 (24 bits) or BF16 (8 bits)."""
+    """Round a rational once, to FP32, BF16 or FP16, by its bits of precision."""
     if value == 0:
         return 0.0
     top, bottom = abs(value).numerator, value.denominator
     exponent = top.bit_length() - bottom.bit_length()
     if Fraction(2) ** exponent > abs(value):
         exponent -= 1
-    quantum = Fraction(2) ** (max(exponent, -126) - (precision - 1))
+    top_exponent = 15 if precision == FP16 else 127
+    quantum = Fraction(2) ** (max(exponent, 1 - top_exponent) - (precision - 1))
     rounded = abs(round(value / quantum)) * quantum  # round() is half to even
-    return math.copysign(math.inf if rounded >= 2**128 else float(rounded), value)
+    infinite = rounded >= 2 ** (top_exponent + 1)
+    return math.copysign(math.inf if infinite else float(rounded), value)
 
 
 def slow_fma(a: float, b: float, c: float, precision: int = FP32) -> float:
@@ -75,11 +83,7 @@ def slow_fma(a: float, b: float, c: float, precision: int = FP32) -> float:
     return a * b + c  # a zero with its sign, an infinity or NaN
 
 
-def to_bf16(x: float) -> float:
-    return slow_fma(x, 1.0, -0.0, BF16)
-
-
-def slow_all_reduce(xs: list[float]) -> float:
+def slow_all_reduce(xs: list[float], precision: int = BF16) -> float:
     """Recursive: the left half is the largest power of two below the count."""
 
     def tree(xs: list[float]) -> float:
@@ -88,7 +92,8 @@ def slow_all_reduce(xs: list[float]) -> float:
         half = 1 << (len(xs) - 1).bit_length() - 1
         return slow_fma(tree(xs[:half]), 1.0, tree(xs[half:]))
 
-    return to_bf16(tree([x + 0.0 for x in xs]))  # -0.0 + 0.0 is +0.0
+    total = tree([x + 0.0 for x in xs])  # -0.0 + 0.0 is +0.0
+    return slow_fma(total, 1.0, -0.0, precision)
 
 
 def slow_post_mix(y: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -97,7 +102,7 @@ def slow_post_mix(y: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Te
         acc = slow_fma(post[m, j, 0].item(), y[m, h].item(), -0.0)
         for i in range(residual.shape[1]):
             acc = slow_fma(comb[m, i, j].item(), residual[m, i, h].item(), acc)
-        new[m, j, h] = to_bf16(acc)
+        new[m, j, h] = slow_fma(acc, 1.0, -0.0, ACTIVATIONS[y.dtype])
     return new
 
 
@@ -119,7 +124,9 @@ def slow_sinkhorn(logits: list[list[float]], eps: float, iters: int):
     return comb
 
 
-def slow_token(new, fn, scale, base, norm_weight, k: Constants):
+def slow_token(
+    new, fn, scale, base, norm_weight, k: Constants, precision=BF16, carried=None
+):
     """Steps 3 to 7 for one token; new[j][h], all Python numbers."""
     hc, hidden = len(new), len(new[0])
     flat = [x for stream in new for x in stream]
@@ -127,8 +134,9 @@ def slow_token(new, fn, scale, base, norm_weight, k: Constants):
     mix = [math.fsum(map(float.__mul__, row, flat)) * rstd for row in fn]
     s_pre, s_post, s_comb = scale
     pre = [sigmoid(mix[j] * s_pre + base[j]) + k.hc_eps for j in range(hc)]
-    c = [math.fsum(pre[j] * new[j][h] for j in range(hc)) for h in range(hidden)]
-    c_rounded = [nearest_even(Fraction(x), BF16) for x in c]
+    weights = carried or pre
+    c = [math.fsum(weights[j] * new[j][h] for j in range(hc)) for h in range(hidden)]
+    c_rounded = [nearest_even(Fraction(x), precision) for x in c]
     mean = math.fsum(x * x for x in c_rounded) / hidden
     layer_input = [
         x / math.sqrt(mean + k.norm_eps) * w
@@ -396,7 +404,7 @@ def test_fma_takes_fp32_alone():
     ],
 )
 def test_round_to_bf16_by_hand(x, expected):
-    assert bits_equal(round_to_bf16(f64(x)), bf16_or_nan(expected))
+    assert bits_equal(round_to(f64(x), torch.bfloat16), bf16_or_nan(expected))
 
 
 def bf16_or_nan(x: float) -> Tensor:
@@ -412,13 +420,25 @@ def near_bf16_tie(draw):
     return middle * (1 + off) * draw(st.sampled_from([1.0, -1.0]))
 
 
-@given(st.lists(st.floats() | near_bf16_tie(), min_size=10, max_size=40))
-@settings(max_examples=100, deadline=None)
-def test_round_to_bf16_rounds_once(xs):
-    expected = [
-        nearest_even(Fraction(x), BF16) if math.isfinite(x) and x else x for x in xs
-    ]
-    assert bits_equal(round_to_bf16(f64(*xs)), f64(*expected).bfloat16())
+@st.composite
+def near_fp16_tie(draw):
+    units = draw(st.integers(0, 2**11))  # of the smallest subnormal, and of 2^4 and 2^5
+    off = draw(st.sampled_from([0.0, 2.0**-52, -(2.0**-52), 2.0**-30, -(2.0**-30)]))
+    middle = (units + 0.5) * draw(st.sampled_from([2.0**-24, 2.0**4, 2.0**5]))
+    return middle * (1 + off) * draw(st.sampled_from([1.0, -1.0]))
+
+
+@given(
+    st.lists(st.floats() | near_bf16_tie() | near_fp16_tie(), min_size=10, max_size=40)
+)
+@settings(max_examples=150, deadline=None)
+def test_round_to_rounds_once(xs):
+    for dtype, precision in ACTIVATIONS.items():
+        expected = [
+            nearest_even(Fraction(x), precision) if math.isfinite(x) and x else x
+            for x in xs
+        ]
+        assert bits_equal(round_to(f64(*xs), dtype), f64(*expected).to(dtype))
 
 
 # --- steps 1 and 2: bits ----------------------------------------------------------
@@ -446,6 +466,15 @@ def test_all_reduce_of_minus_zeros_is_plus_zero():
 def test_all_reduce_keeps_subnormals():
     parts = [bf16_bits(0x0001, 0x8001, 0x0040), bf16_bits(0x0002, 0x8003, 0x0040)]
     assert patterns(all_reduce(parts)) == [0x0003, 0x8004, 0x0080]
+
+
+def test_all_reduce_of_fp16_overflows_keeps_subnormals_and_drops_the_sentinel():
+    x = torch.tensor([[40000.0, 2.0**-24, -0.0, 65504.0]]).half()
+    y = all_reduce([x, torch.tensor([[40000.0, 2.0**-23, -0.0, 8.0]]).half()])
+    assert y.dtype == torch.float16
+    assert y.tolist() == [[math.inf, 3 * 2.0**-24, 0.0, 65504.0]]
+    assert patterns(y)[2] == 0
+    assert patterns(sanitize(x))[2] == 0
 
 
 def test_all_reduce_takes_bf16_alone():
@@ -631,6 +660,28 @@ def test_normalize_has_a_plain_gamma():
     assert exact.tolist() == [[0.0, 0.0]]
 
 
+def test_normalize_plus_one_adds_in_fp32():
+    c = bf16([3.0, 4.0])
+    exact, _ = normalize(c, bf16(0.5, -0.5), 12.5, plus_one=True)
+    assert close(exact, [[0.6 * 1.5, 0.8 * 0.5]])
+    # 1 + 2^-40 is 1 in FP32.
+    exact, _ = normalize(c, f32(2.0**-40, 2.0**-20), 12.5, plus_one=True)
+    plain, _ = normalize(c, None, 12.5)
+    assert exact[0, 0] == plain[0, 0] and exact[0, 1] > plain[0, 1]
+
+
+def test_normalize_without_a_weight():
+    exact, rounded = normalize(bf16([3.0, 4.0]).half(), None, 12.5)
+    assert close(exact, [[0.6, 0.8]])
+    assert rounded.tolist() == [[nearest_even(Fraction(x), FP16) for x in (0.6, 0.8)]]
+
+
+def test_constants_say_whether_one_is_added():
+    inputs = random_inputs(2, 64, 4, 4, seed=1)
+    after = inputs.boundary(replace(GLM, plus_one=True))
+    assert moved(inputs.boundary(GLM), after) == {"layer_input_exact", "layer_input"}
+
+
 def test_one_sinkhorn_iteration_is_softmax_and_a_column_pass():
     k = replace(GLM, hc_eps=2**-4, sinkhorn_iters=1)
     mix = f64([0.0] * 4 + [math.log(3), 0.0, 0.0, math.log(7)])
@@ -680,33 +731,119 @@ def test_each_constant_moves_only_what_it_should(field, value, expected):
     assert moved(before, after) == set(expected.split())
 
 
+@pytest.mark.parametrize("dtype", ACTIVATIONS)
 @pytest.mark.parametrize("fn_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("hc", "tp"), [(1, 2), (2, 4), (4, 8)])
-def test_boundary_is_the_slow_one(hc, tp, fn_dtype):
+def test_boundary_is_the_slow_one(hc, tp, fn_dtype, dtype):
     k = Constants(0.25, 0.0625, 0.125, 1.5, 3)  # each shows
-    inputs = random_inputs(3, 16, hc, tp, seed=hc, fn_dtype=fn_dtype)
-    assert inputs.fn.dtype == fn_dtype
-    result = boundary(*(getattr(inputs, f.name) for f in fields(Inputs)), k)
+    inputs = random_inputs(3, 16, hc, tp, seed=hc, fn_dtype=fn_dtype, dtype=dtype)
+    assert inputs.fn.dtype == fn_dtype and inputs.residual.dtype == dtype
+    precision = ACTIVATIONS[dtype]
+    given = [getattr(inputs, f.name) for f in fields(Inputs) if f.name != "pre"]
+    result = boundary(*given, k)
     assert moved(result, inputs.boundary(k)) == set()
     columns = torch.stack(inputs.parts, -1)
-    y = [[slow_all_reduce(xs) for xs in token] for token in columns.tolist()]
-    assert bits_equal(result.y, bf16(*y))
+    y = [[slow_all_reduce(xs, precision) for xs in token] for token in columns.tolist()]
+    assert bits_equal(result.y, torch.tensor(y, dtype=dtype))
     new = slow_post_mix(result.y, inputs.residual, inputs.post, inputs.comb)
     assert bits_equal(result.residual, new)
     weights = (inputs.fn, inputs.scale, inputs.base, inputs.norm_weight)
     weights = [w.tolist() for w in weights]
     for m in range(3):
-        slow = slow_token(new[m].tolist(), *weights, k)
+        slow = slow_token(new[m].tolist(), *weights, k, precision)
         mix, pre, c, c_rounded, layer_input, post, comb = slow
         assert close(result.mix[m], mix)
         assert close(result.pre[m], pre)
         assert close(result.c[m], c)
         assert result.c_rounded[m].tolist() == c_rounded
         assert close(result.layer_input_exact[m], layer_input)
-        rounded = [nearest_even(Fraction(x), BF16) for x in layer_input]
+        rounded = [nearest_even(Fraction(x), precision) for x in layer_input]
         assert result.layer_input[m].tolist() == rounded
         assert close(result.post[m, :, 0], post)
         assert close(result.comb[m], comb)
+
+
+def test_a_delayed_pre_mix_weighs_the_collapse_and_nothing_else():
+    k = Constants(0.25, 0.0625, 0.125, 1.5, 3)
+    inputs = random_inputs(3, 16, 4, 4, seed=1)
+    fresh = inputs.boundary(k)
+    given = [getattr(inputs, f.name) for f in fields(Inputs) if f.name != "pre"]
+    delayed = boundary(*given, k, inputs.pre)
+    collapsed = {"c", "c_rounded", "layer_input_exact", "layer_input"}
+    assert moved(fresh, delayed) == collapsed
+    weights = (inputs.fn, inputs.scale, inputs.base, inputs.norm_weight)
+    weights = [w.tolist() for w in weights]
+    for m in range(3):
+        new, carried = delayed.residual[m].tolist(), inputs.pre[m].tolist()
+        _, _, c, _, layer_input, _, _ = slow_token(new, *weights, k, BF16, carried)
+        assert close(delayed.c[m], c)
+        assert close(delayed.layer_input_exact[m], layer_input)
+    # The pre-mix that a boundary returns is what a fresh one would have used.
+    again = boundary(*given, k, delayed.pre)
+    assert moved(fresh, again) == set()
+
+
+def test_stream_mean_rounds_once():
+    assert stream_mean(bf16([[1.0, 3.0], [2.0, -3.0]])).tolist() == [[1.5, 0.0]]
+    # In FP32 2^-30 is lost, and 1 + 2^-8 then is a tie, which goes down.
+    new = bf16([[2.0], [2.0 + 2**-6], [2.0**-28], [0.0]])
+    assert stream_mean(new).item() == 1 + 2**-7
+    assert stream_mean(new.half()).item() == nearest_even(Fraction(1 + 2**-8), FP16)
+    wide = torch.full((1, 4, 1), 65504.0).half()
+    assert stream_mean(wide).item() == 65504.0
+
+
+@pytest.mark.parametrize("dtype", ACTIVATIONS)
+@pytest.mark.parametrize("hc", [1, 2, 4])
+def test_entry_is_a_boundary_over_equal_streams(hc, dtype):
+    k = Constants(0.25, 0.0625, 0.125, 1.5, 3)
+    inputs = random_inputs(3, 16, hc, 1, seed=hc, dtype=dtype)
+    hidden = inputs.parts[0]
+    weights = (inputs.fn, inputs.scale, inputs.base, inputs.norm_weight)
+    result = entry_boundary(hidden, *weights, k)
+    assert bits_equal(result.residual, hidden[:, None].expand(3, hc, 16).contiguous())
+    ones, zeros = torch.ones(3, hc, 1), torch.zeros(3, hc, hc)
+    boundary_of_it = boundary([hidden], result.residual, ones, zeros, *weights, k)
+    assert moved(result, boundary_of_it) <= {"y"}  # -0.0 does not pass the mailbox
+    with pytest.raises(TypeError, match=r"hidden is torch\.float32"):
+        entry_boundary(hidden.float(), *weights, k)
+
+
+@pytest.mark.parametrize("dtype", ACTIVATIONS)
+def test_exit_is_the_slow_one(dtype):
+    k = Constants(0.25, 0.0625, 0.125, 1.5, 3)
+    inputs = random_inputs(3, 16, 4, 4, seed=3, dtype=dtype, fn_dtype=torch.float32)
+    head = Head(inputs.fn[:4], inputs.scale[:1], inputs.base[:4])
+    streams = (inputs.parts, inputs.residual, inputs.post, inputs.comb)
+    whole = inputs.boundary(k)
+    precision = ACTIVATIONS[dtype]
+
+    def check(weights, expected: list[list[float]]) -> None:
+        result = exit_boundary(*streams, inputs.norm_weight, k, weights)
+        assert bits_equal(result.y, whole.y)
+        assert bits_equal(result.residual, whole.residual)
+        weights_of = (inputs.fn, inputs.scale, inputs.base, inputs.norm_weight)
+        for m, pre in enumerate(expected):
+            assert close(result.pre[m], pre)
+            slow = slow_token(
+                whole.residual[m].tolist(),
+                *(w.tolist() for w in weights_of),
+                k,
+                precision,
+                pre,
+            )
+            assert close(result.c[m], slow[2])
+            assert result.c_rounded[m].tolist() == slow[3]
+            assert close(result.layer_input_exact[m], slow[4])
+            rounded = [nearest_even(Fraction(x), precision) for x in slow[4]]
+            assert result.layer_input[m].tolist() == rounded
+
+    check(None, [[0.25] * 4] * 3)
+    check(inputs.pre, inputs.pre.tolist())
+    # The head is the pre-mix of a boundary with the same rows.
+    check(head, whole.pre.tolist())
+    other = replace(head, scale=head.scale + 1)
+    assert not torch.equal(head_mix(whole.residual, other, k), whole.pre)
 
 
 def test_boundary_of_no_tokens():
@@ -818,9 +955,9 @@ NAN, OTHER_NAN, MINUS_NAN, INF, MAX = 0x7FC0, 0x7F81, 0xFFC1, 0x7F80, 0x7F7F
         (0x0000, MINUS_NAN, NAN_DISTANCE),
     ],
 )
-def test_bf16_ulp_distance(a, b, expected):
-    assert bf16_ulp_distance(bf16_bits(a), bf16_bits(b)).tolist() == [expected]
-    assert bf16_ulp_distance(bf16_bits(b), bf16_bits(a)).tolist() == [expected]
+def test_ulp_distance(a, b, expected):
+    assert ulp_distance(bf16_bits(a), bf16_bits(b)).tolist() == [expected]
+    assert ulp_distance(bf16_bits(b), bf16_bits(a)).tolist() == [expected]
     assert 2 * INF < NAN_DISTANCE
 
 
@@ -945,7 +1082,7 @@ def fp32_boundary(inputs: Inputs, k: Constants) -> BoundaryResult:
     args = (mix, inputs.scale, inputs.base, k)
     pre = pre_mix(*args).float()
     c = (pre[:, :, None] * new.float()).sum(1)
-    c_rounded = c.bfloat16().float()
+    c_rounded = c.to(new.dtype).float()
     norm = torch.rsqrt(c_rounded.square().mean(1, keepdim=True) + k.norm_eps)
     layer_input = c_rounded * norm * inputs.norm_weight.float()
     return BoundaryResult(
@@ -954,21 +1091,24 @@ def fp32_boundary(inputs: Inputs, k: Constants) -> BoundaryResult:
         mix=mix,
         pre=pre,
         c=c,
-        c_rounded=c.bfloat16(),
+        c_rounded=c.to(new.dtype),
         layer_input_exact=layer_input,
-        layer_input=layer_input.bfloat16(),
+        layer_input=layer_input.to(new.dtype),
         post=post_weights(*args).float(),
         comb=residual_mix(*args).float(),
+        stream_mean=new.float().mean(1).to(new.dtype),
     )
 
 
 @pytest.mark.parametrize("hard", VARIANTS)
 @pytest.mark.parametrize("k", [GLM, Constants(1e-20, 1e-6, 1e-20, 2.0, 20)])
-def test_a_sound_fp32_kernel_passes(hard, k):
-    inputs = random_inputs(9, 2048, 4, 4, seed=7, hard=hard)
+@pytest.mark.parametrize("dtype", ACTIVATIONS)
+def test_a_sound_fp32_kernel_passes(hard, k, dtype):
+    inputs = random_inputs(9, 2048, 4, 4, seed=7, hard=hard, dtype=dtype)
     result, actual = inputs.boundary(k), fp32_boundary(inputs, k)
     assert check_mixes(actual.post, actual.comb, result).ok
     assert check_layer_input(actual.layer_input, result).ok
+    assert ulp_distance(actual.stream_mean, result.stream_mean).max() <= 1
 
 
 def test_unsound_kernels_fail():
@@ -1082,6 +1222,21 @@ def test_zero_variant():
     assert not result.layer_input[::2].any() and result.comb.isfinite().all()
 
 
+def test_variants_in_fp16():
+    def bits(hard) -> Tensor:
+        x = random_inputs(5, 512, 4, 4, seed=2, hard=hard, dtype=torch.float16)
+        return torch.stack(x.parts).view(torch.int16).int() & 0x7FFF
+
+    subnormal = bits("subnormal")[:, -1]
+    assert ((subnormal > 0) & (subnormal < 0x400)).all() and (subnormal > 0x300).any()
+    assert (bits("nan")[-1, ::2] > 0x7C00).all()
+    assert not (bits("nan")[:-1] > 0x7C00).any()
+    huge = bits("inf")[:, ::2]
+    for pattern in (0x7BFF, 0x7C00):  # the largest number, and infinity
+        assert 0.02 < (huge == pattern).float().mean() < 0.045
+    assert (huge <= 0x7C00).all()
+
+
 def test_cancel_variant_shows_the_order():
     parts, _ = hard_parts("cancel")
     y = all_reduce(list(parts))
@@ -1121,4 +1276,5 @@ def test_cuda_rounds_alike():
     assert bits_equal(fma_f32(a.cuda(), b.cuda(), c.cuda()).cpu(), fma_f32(a, b, c))
     wide = torch.randint(-(2**63), 2**63 - 1, (1 << 20,), generator=rng)
     for x in (wide.view(torch.float64), a.double() * 2.0**-30, a.double() / 3):
-        assert bits_equal(round_to_bf16(x.cuda()).cpu(), round_to_bf16(x))
+        for dtype in ACTIVATIONS:
+            assert bits_equal(round_to(x.cuda(), dtype).cpu(), round_to(x, dtype))

@@ -187,7 +187,8 @@ WRONG = [
         "sm_90a",
         "sm_90",
         "12:11: targets.sm_90: an unknown key",
-        "    given sm_90; allowed: sm_90a, sm_100a or sm_103a; did you mean sm_90a?",
+        "    given sm_90; allowed: sm_90a, sm_100a, sm_103a or sm_120a; did you mean "
+        "sm_90a?",
     ),
     wrong(
         "key in capitals",

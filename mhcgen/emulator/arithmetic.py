@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 F32_NAN = np.uint32(0x7FFFFFFF)
-BF16_NAN = np.uint32(0x7FFF)
+BF16_NAN = F16_NAN = np.uint32(0x7FFF)
 _SMALLEST_NORMAL = 2.0**-126
 # What float64 has below FP32's last bit, and the value of it that lies at a tie.
 _BELOW_F32 = np.int64((1 << 29) - 1)
@@ -169,6 +169,29 @@ def to_bf16(x: Array) -> Array:
 def pack_bf16x2(high: Array, low: Array) -> Array:
     """Two FP32 to a word of two BF16."""
     return (to_bf16(high) << np.uint32(16)) | to_bf16(low)
+
+
+# --- FP16 ---------------------------------------------------------------------------
+
+
+def from_f16(bits: Array) -> Array:
+    """FP16 bits to FP32: exact, subnormals too."""
+    return canonical(bits.astype(np.uint16).view(np.float16).astype(np.float32))
+
+
+def to_f16(x: Array) -> Array:
+    """FP32 to FP16 bits in the low half of a word, to nearest even or to infinity."""
+    with np.errstate(over="ignore"):
+        rounded = x.astype(np.float16).view(np.uint16).astype(np.uint32)
+    return np.where(np.isnan(x), F16_NAN, rounded)
+
+
+def pack_f16x2(high: Array, low: Array) -> Array:
+    """Two FP32 to a word of two FP16."""
+    return (to_f16(high) << np.uint32(16)) | to_f16(low)
+
+
+# --- tensor cores -------------------------------------------------------------------
 
 
 def matrix_multiply_add(a: Array, b: Array, c: Array) -> Array:

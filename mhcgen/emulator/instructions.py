@@ -74,6 +74,12 @@ class Frame(Protocol):
     def store_shared(self, addresses: Array, values: Array) -> None:
         """Stores into shared memory of the cluster."""
 
+    def copy_shared(self, addresses: Array, values: Array) -> None:
+        """Starts to copy elements to the block's shared memory."""
+
+    def wait_copies(self) -> None:
+        """Waits for the copies that the threads have started."""
+
     def map_shared(self, addresses: Array, blocks: Array) -> Array:
         """Shared addresses in other blocks of the cluster."""
 
@@ -575,7 +581,11 @@ def _move(
     (kind,) = parts
     target, source = operands
     if kind == PREDICATE:
-        slot, read = _predicate_slot(target), _predicate(source)
+        slot = _predicate_slot(target)
+        if isinstance(source, Immediate):
+            value = np.array(source.value != 0)
+            return lambda frame: frame.write(slot, value)
+        read = _predicate(source)
         return lambda frame: frame.write(slot, read(frame).copy())
     if isinstance(target, Vector):
         return _unpack(kind, target, source)
@@ -619,6 +629,10 @@ def _convert(
                 operands,
                 ("f32",),
             )
+        case ["f32", "f16"]:
+            return _elementwise(arithmetic.from_f16, "f32", operands, ("f16",))
+        case ["rn", "f16x2", "f32"]:
+            return _elementwise(arithmetic.pack_f16x2, "b32", operands, ("f32", "f32"))
         case ["rn", "bf16x2", "f32"]:
             return _elementwise(arithmetic.pack_bf16x2, "b32", operands, ("f32", "f32"))
         case ["rn", "f32", kind] if kind in ("s32", "u32"):
@@ -761,6 +775,38 @@ def _multimem(
     address = _address(operands[0], access.space, kernel)
     elements = _elements(operands[1], access.count, access.kind, access.width)
     return lambda f: f.store_multicast(address(f), elements(f))
+
+
+def _copy(
+    kernel: Kernel, base: str, parts: list[str], operands: Sequence[Operand]
+) -> Run:
+    """``cp.async``: 16 bytes to shared memory, of which the last may be zeros."""
+    if parts == ["async", "wait_all"]:
+        return lambda frame: frame.wait_copies()
+    if parts not in (
+        ["async", "cg", "shared", "global"],
+        ["async", "cg", "shared::cta", "global"],
+    ):
+        raise _UnknownError("only cp.async.cg.shared.global and cp.async.wait_all")
+    if not isinstance(operands[2], Immediate) or operands[2].value != 16:
+        raise _UnknownError("only copies of 16 bytes")
+    place = _address(operands[0], "shared", kernel)
+    address = _address(operands[1], "global", kernel)
+    size = _source(operands[3] if len(operands) > 3 else operands[2], "u32")
+
+    def run(frame: Frame) -> None:
+        addresses = address(frame)
+        sizes = np.broadcast_to(size(frame), addresses.shape)
+        if np.any((sizes != 0) & (sizes != 16)):
+            lane = int(np.flatnonzero((sizes != 0) & (sizes != 16))[0])
+            raise Fault(LaneError, f"a copy that reads {int(sizes[lane])} bytes", lane)
+        values = np.zeros(addresses.size, np.complex128)
+        read = sizes == 16
+        if read.any():
+            values[read] = frame.load_global(addresses[read], 16)
+        frame.copy_shared(place(frame), values)
+
+    return run
 
 
 def _map(
@@ -925,6 +971,7 @@ _BUILDERS |= {
     "st": _store,
     "multimem": _multimem,
     "mapa": _map,
+    "cp": _copy,
     "atom": _atomic,
     "red": _atomic,
     "fence": _fence,

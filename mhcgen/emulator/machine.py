@@ -197,6 +197,7 @@ class Machine:
             program.kernel.static_shared + geometry.shared_bytes,
         )
         self.in_flight: list[tuple[Array, Array, Array, Array]] = []
+        self._copies: list[tuple[Array, Array, Array]] = []
 
     @property
     def done(self) -> bool:
@@ -584,6 +585,24 @@ class Machine:
                 left.append((threads[rest], target[rest], places[rest], values[rest]))
         self.in_flight = left
 
+    # --- asynchronous copies --------------------------------------------------------
+
+    def start_copies(self, threads: Array, addresses: Array, values: Array) -> None:
+        """Takes what threads copy to shared memory; nobody sees it before they wait."""
+        self._copies.append((threads, addresses, values))
+
+    def land_copies(self, waiting: Array) -> None:
+        """Lands what the waiting threads have copied."""
+        left = []
+        for threads, addresses, values in self._copies:
+            now = np.isin(threads, waiting)
+            if now.any():
+                blocks = self.block_of[threads[now]]
+                self.shared.store(blocks, addresses[now], values[now])
+            if not now.all():
+                left.append((threads[~now], addresses[~now], values[~now]))
+        self._copies = left
+
     def _check_running(self, blocks: Array) -> None:
         wrong = ~self.started[blocks] | (self.live[blocks] == 0)
         if wrong.any():
@@ -738,6 +757,14 @@ class ThreadFrame:
     def store_shared(self, addresses: Array, values: Array) -> None:
         """Stores into shared memory of the cluster."""
         self.machine.store_cluster(self.threads, addresses, values)
+
+    def copy_shared(self, addresses: Array, values: Array) -> None:
+        """Starts to copy elements to the block's shared memory."""
+        self.machine.start_copies(self.threads, addresses, values)
+
+    def wait_copies(self) -> None:
+        """Waits for the copies that the threads have started."""
+        self.machine.land_copies(self.threads)
 
     def map_shared(self, addresses: Array, blocks: Array) -> Array:
         """Shared addresses in other blocks of the cluster."""

@@ -52,6 +52,12 @@ class Arena:
             self._fault(states, width)
         return np.asarray(self._data[width].take(index))
 
+    def load_or(self, offsets: Array, unwritten: int) -> Array:
+        """Words at byte offsets; a given one where some byte was never written."""
+        states = self.state[offsets[:, np.newaxis] + np.arange(4)]
+        words = self._data[4].take(offsets >> 2)
+        return np.where((states == _WRITTEN).all(axis=1), words, np.uint32(unwritten))
+
     def store(self, offsets: Array, values: Array) -> None:
         """Writes elements at byte offsets, which must be aligned."""
         width = values.itemsize
@@ -340,6 +346,9 @@ class SharedMemory:
         try:
             return self.arena.load(offsets, width)
         except Fault as fault:
+            if width == 16:
+                with contextlib.suppress(Fault):
+                    return self._three_of_four(offsets)
             raise Fault(
                 fault.error,
                 f"uninitialised read: {width} bytes at byte "
@@ -347,6 +356,17 @@ class SharedMemory:
                 "nothing has written",
                 fault.lane,
             ) from None
+
+    def _three_of_four(self, offsets: Array) -> Array:
+        """Elements whose fourth word may be unwritten, and is then a NaN.
+
+        The compiler widens a load of three words to four, the last of which it drops.
+        """
+        words = np.empty((offsets.size, 4), np.uint32)
+        for index in range(3):
+            words[:, index] = self.arena.load(offsets + 4 * index, 4)
+        words[:, 3] = self.arena.load_or(offsets + 12, 0xFFFFFFFF)
+        return np.asarray(words.view(_ELEMENT[16]).ravel())
 
     def store(self, blocks: Array, addresses: Array, values: Array) -> None:
         """Stores one element an address."""

@@ -14,18 +14,28 @@ from mhcgen.emulator.memory import Allocation
 from mhcgen.emulator.ptx import read_kernel
 from mhcgen.emulator.scheduler import Stream, World
 from mhcgen.emulator.sublayer import launch_copy
-from mhcgen.plan import GENERATIONS, Launch, Plan, make_plan
+from mhcgen.plan import GENERATIONS, LOCAL, Launch, Plan, make_plan
 from mhcgen.render import RESOLVED_SPEC
 from mhcgen.spec_file import load_spec
 
 BF16 = np.dtype(np.uint16)
 """BF16 is held as its bits."""
 
+ACTIVATIONS = {"bf16": BF16, "fp16": np.dtype(np.float16)}
+
 SENTINEL = 0x8000
 TENSOR_BYTES = 128 << 20
 """Memory of a rank for the tensors of its calls."""
 
-MODULES = ("grouped_boundary", "boundary", "publish", "finalize", "mixes")
+MODULES = (
+    "grouped_boundary",
+    "boundary",
+    "publish",
+    "finalize",
+    "mixes",
+    "entry",
+    "exit",
+)
 
 
 @dataclass(frozen=True)
@@ -163,25 +173,40 @@ class Weights:
     fn: Tensor
     scale: Tensor
     base: Tensor
-    norm_weight: Tensor
+    norm_weight: Tensor | None
 
 
 @dataclass(frozen=True)
 class Streams:
-    """What one boundary hands to the next."""
+    """What one boundary hands to the next; ``pre`` where the pre-mix is delayed."""
 
     residual: Tensor
     post: Tensor
     comb: Tensor
+    pre: Tensor | None = None
+
+    def first(self, tokens: int) -> "Streams":
+        """The same memory, seen as fewer tokens."""
+        return Streams(*(each and each.first(tokens) for each in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class Head:
+    """The weights of an exit by a sigmoid head."""
+
+    head_fn: Tensor
+    head_scale: Tensor
+    head_base: Tensor
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a boundary returns."""
+    """What a boundary returns; ``stream_mean`` where the package has it."""
 
     streams: Streams
     layer_input: Tensor
     mix: Tensor
+    stream_mean: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -217,7 +242,7 @@ class EmulatedRanks:
 
         Args:
             package: The kernels.
-            transport: ``multicast`` or ``unicast``.
+            transport: ``multicast`` or ``unicast``; ``local`` for one rank alone.
             seed: What the adversarial scheduler draws from; None for order and speed.
             resident_blocks: Blocks that a rank's device can hold; None for all.
             tensor_bytes: Memory of a rank for tensors.
@@ -225,6 +250,7 @@ class EmulatedRanks:
         plan = package.plan
         self.package = package
         self.transport = transport
+        self.activation = ACTIVATIONS[plan.spec.precision.activation]
         self.plan = plan
         self.target = plan.target(package.arch)
         self.world = World(
@@ -236,10 +262,16 @@ class EmulatedRanks:
         self._main = [Stream(rank) for rank in range(plan.tp)]
         self._side = [Stream(rank) for rank in range(plan.tp)]
         self._armed = 0
+        self._rows: Tensor | None = None
+        self._mix = self._empty("mix", np.dtype("f4"), (plan.capacity, plan.mix))
+        if transport != LOCAL:
+            self._set_up_mailboxes(transport)
+
+    def _set_up_mailboxes(self, transport: str) -> None:
+        plan = self.plan
         shape = (GENERATIONS, plan.tp, plan.capacity, plan.hidden)
         self._mailbox = self._empty("mailbox", BF16, shape, reserved=True)
         self._state = self.tensor("state", np.zeros(2, np.int32))
-        self._mix = self._empty("mix", np.dtype("f4"), (plan.capacity, plan.mix))
         if transport == "multicast":
             addresses = [self.world.memory.window(self._mailbox.allocations).address]
         else:
@@ -281,12 +313,24 @@ class EmulatedRanks:
         return target
 
     def mailbox(self, rank: int, generation: int, tokens: int) -> Array:
-        """The first rows of every rank's slot in one generation, [TP, tokens, H]."""
+        """The bits of every rank's first rows in one generation, [TP, tokens, H]."""
         box = self._mailbox.allocations[rank]
         shape = self._mailbox.shape
         part = slice(box.offset, box.offset + box.size)
         content = self.world.memory.arena.data[part].view(BF16).reshape(shape)
         return content[generation, :, :tokens].copy()
+
+    def published(self, rank: int, tokens: int) -> Array:
+        """What the next boundary of a rank takes: every rank's rows, [TP, tokens, H].
+
+        One rank alone takes its rows as they are, -0.0 as +0.0.
+        """
+        if self._rows is None:
+            rows = self.mailbox(rank, self.generation(rank), tokens)
+            return rows.view(self.activation)
+        bits = self._rows.read(rank).view(BF16)
+        bits = np.where(bits == SENTINEL, BF16.type(0), bits)[np.newaxis]
+        return bits.view(self.activation)
 
     def generation(self, rank: int) -> int:
         """The stage of the mailbox that the next boundary of a rank takes."""
@@ -294,6 +338,8 @@ class EmulatedRanks:
 
     def idle_problems(self) -> list[str]:
         """What is wrong with mailboxes that nobody uses: nothing, if all is well."""
+        if self.transport == LOCAL:
+            return []
         problems = []
         states = [self._state.read(rank).tolist() for rank in range(self.plan.tp)]
         for rank, (generation, arrivals) in enumerate(states):
@@ -327,7 +373,11 @@ class EmulatedRanks:
     # --- launches -------------------------------------------------------------------
 
     def publish(self, x: Tensor) -> None:
-        """Publishes each rank's partial rows."""
+        """Publishes each rank's partial rows; one rank alone keeps them."""
+        if self.transport == LOCAL:
+            self.join()
+            self._rows = x
+            return
         name = f"publish_{self.transport}"
         self._publish(name, x.shape[0], {"x": x})
 
@@ -341,51 +391,86 @@ class EmulatedRanks:
     def _publish(
         self, name: str, tokens: int, arguments: Mapping[str, Tensor | None]
     ) -> None:
-        self._arm(tokens)
         self.join()
-        launch, _, _ = self.target.launches(tokens)
-        own = {"mailboxes": self._mailboxes, "state": self._state}
+        if self.transport == LOCAL:
+            self._rows = self._empty("x", self.activation, (tokens, self.plan.hidden))
+            own = {"x": self._rows}
+        else:
+            self._arm(tokens)
+            own = {"mailboxes": self._mailboxes, "state": self._state}
+        launch = self.target.publish_launch(tokens)
         self._launch(name, launch, self._main, {**arguments, **own})
 
     def consume(self, streams: Streams, weights: Weights) -> Output:
         """Takes what was published through the boundary."""
         tokens = streams.residual.shape[0]
-        plan, f4 = self.plan, np.dtype("f4")
-        residual = self._empty("new_residual", BF16, (tokens, plan.hc, plan.hidden))
-        layer_input = self._empty("layer_input", BF16, (tokens, plan.hidden))
+        outputs = self._outputs(tokens)
+        boundary = self.target.boundary_launch(tokens)
+        given = {**vars(streams), **vars(weights), **self._source()}
+        self._launch(boundary.kernel, boundary, self._main, given | outputs)
+        return self._mixes(weights, outputs)
+
+    def entry(self, hidden: Tensor, weights: Weights) -> Output:
+        """Expands a hidden state, the same on all ranks."""
+        outputs = self._outputs(hidden.shape[0])
+        launch = self.target.plan.ends_launches(hidden.shape[0])["entry"]
+        given = {"hidden": hidden, **vars(weights)}
+        self._launch("entry", launch, self._main, given | outputs)
+        return self._mixes(weights, outputs)
+
+    def exit(
+        self, streams: Streams, norm_weight: Tensor | None, head: Head | None
+    ) -> Tensor:
+        """Takes what was published through the exit; returns the normalized rows."""
+        tokens = streams.residual.shape[0]
+        output = self._empty("output", self.activation, (tokens, self.plan.hidden))
+        launch = self.target.plan.ends_launches(tokens)["exit"]
+        given = {
+            **vars(streams),
+            **(vars(head) if head else {}),
+            "norm_weight": norm_weight,
+            **self._source(),
+            "output": output,
+        }
+        self._launch("exit", launch, self._main, given)
+        return output
+
+    def _source(self) -> dict[str, Tensor | None]:
+        """Where a consumer finds what was published."""
+        if self._rows is None:
+            return {"mailbox": self._mailbox, "state": self._state}
+        return {"x": self._rows}
+
+    def _outputs(self, tokens: int) -> dict[str, Tensor | None]:
+        """Memory for what a boundary writes."""
+        plan, kind = self.plan, self.activation
+        means = (tokens, plan.hidden) if plan.stream_mean else None
+        return {
+            "new_residual": self._empty(
+                "new_residual", kind, (tokens, plan.hc, plan.hidden)
+            ),
+            "mix": self._mix.first(tokens),
+            "layer_input": self._empty("layer_input", kind, (tokens, plan.hidden)),
+            "stream_mean": self._empty("stream_mean", kind, means) if means else None,
+        }
+
+    def _mixes(self, weights: Weights, outputs: Mapping[str, Tensor | None]) -> Output:
+        """Launches the mixes on the side streams, behind what the main ones do."""
+        residual, mix = outputs["new_residual"], outputs["mix"]
+        layer_input = outputs["layer_input"]
+        assert residual and mix and layer_input
+        plan, tokens, f4 = self.plan, mix.shape[0], np.dtype("f4")
         post = self._empty("new_post", f4, (tokens, plan.hc, 1))
         comb = self._empty("new_comb", f4, (tokens, plan.hc, plan.hc))
-        mix = self._mix.first(tokens)
-        _, boundary, mixes = self.target.launches(tokens)
-        self._launch(
-            boundary.kernel,
-            boundary,
-            self._main,
-            {
-                **vars(streams),
-                **vars(weights),
-                "mailbox": self._mailbox,
-                "state": self._state,
-                "new_residual": residual,
-                "mix": mix,
-                "layer_input": layer_input,
-            },
-        )
+        pre = self._empty("new_pre", f4, (tokens, plan.hc)) if plan.delayed else None
         for main, side in zip(self._main, self._side, strict=True):
             side.wait_for(main)
-        self._launch(
-            mixes.kernel,
-            mixes,
-            self._side,
-            {
-                "mix": mix,
-                "scale": weights.scale,
-                "base": weights.base,
-                "post": post,
-                "comb": comb,
-            },
-        )
-        return Output(Streams(residual, post, comb), layer_input, mix)
+        launch = self.target.mixes_launch(tokens)
+        given = {"mix": mix, "scale": weights.scale, "base": weights.base}
+        written = {"post": post, "comb": comb, "pre": pre}
+        self._launch("mixes", launch, self._side, {**given, **written})
+        streams = Streams(residual, post, comb, pre)
+        return Output(streams, layer_input, mix, outputs["stream_mean"])
 
     def join(self) -> None:
         """The main streams wait for the mixes."""

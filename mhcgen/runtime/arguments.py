@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
+from .dtypes import DTYPES
 from .mailbox import ALIGNMENT
-
-ROUTING_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class BoundaryOutput(NamedTuple):
     """What a boundary returns.
 
     Attributes:
-        residual: [M, HC, H] BF16, the new residual streams.
+        residual: [M, HC, H] activations, the new residual streams.
         post: [M, HC, 1] FP32, the next boundary's post-mix.
         comb: [M, HC, HC] FP32, the next boundary's residual mix, [source, target].
-        layer_input: [M, H] BF16, the next sublayer's normalized input.
+        layer_input: [M, H] activations, the next sublayer's normalized input.
 
-    ``post`` and ``comb`` are written on a side stream: call ``join()`` before anything
-    but the next boundary of the same object reads them.
+    Some packages return more, behind these: ``pre``, [M, HC] FP32, the next boundary's
+    pre-mix, where it is delayed; then ``stream_mean``, [M, H] activations, the mean of
+    the new streams.
+
+    ``post``, ``comb`` and ``pre`` are written on a side stream: call ``join()`` before
+    anything but the next boundary of the same object reads them.
     """
 
     residual: torch.Tensor
     post: torch.Tensor
     comb: torch.Tensor
     layer_input: torch.Tensor
+
+
+def output_type(constants: ModuleType) -> type[BoundaryOutput]:
+    """BoundaryOutput with exactly the fields that a package returns."""
+    more = ["pre"] * (constants.PRE_MIX == "delayed")
+    more += ["stream_mean"] * constants.STREAM_MEAN
+    if not more:
+        return BoundaryOutput
+    fields = (*BoundaryOutput._fields, *more)
+    return namedtuple("BoundaryOutput", fields)  # type: ignore[return-value]
 
 
 class BoundaryInput(NamedTuple):
@@ -40,7 +54,31 @@ class BoundaryInput(NamedTuple):
     fn: torch.Tensor
     scale: torch.Tensor
     base: torch.Tensor
-    norm_weight: torch.Tensor
+    norm_weight: torch.Tensor | None
+    pre: torch.Tensor | None = None
+
+
+class EntryInput(NamedTuple):
+    """The arguments of the entry."""
+
+    hidden: torch.Tensor
+    fn: torch.Tensor
+    scale: torch.Tensor
+    base: torch.Tensor
+    norm_weight: torch.Tensor | None
+
+
+class ExitInput(NamedTuple):
+    """The arguments that every exit takes, whatever was published before it."""
+
+    residual: torch.Tensor
+    post: torch.Tensor
+    comb: torch.Tensor
+    norm_weight: torch.Tensor | None
+    pre: torch.Tensor | None
+    head_fn: torch.Tensor | None
+    head_scale: torch.Tensor | None
+    head_base: torch.Tensor | None
 
 
 class RoutedInput(NamedTuple):
@@ -63,12 +101,14 @@ class Checks:
         """Takes the package's ``constants`` module and the rank's GPU."""
         self._constants = constants
         self._device = device
+        self._activation = DTYPES[constants.ACTIVATION]
+        self._fn_weight = DTYPES[constants.FN_WEIGHT]
 
     def x(self, x: torch.Tensor) -> int:
         """Checks x and returns M."""
         m = rows_of(x)
         self._capacity("x", m)
-        self._tensor("x", x, torch.bfloat16, (m, self._constants.HIDDEN))
+        self._tensor("x", x, self._activation, (m, self._constants.HIDDEN))
         return m
 
     def routed(self, routed: RoutedInput) -> int:
@@ -81,7 +121,7 @@ class Checks:
         weights = routed.expert_weights
         m = rows_of(weights)
         self._capacity("expert_weights", m)
-        dtypes = [ROUTING_DTYPES[name] for name in c.ROUTING_WEIGHTS]
+        dtypes = [DTYPES[name] for name in c.ROUTING_WEIGHTS]
         dtype = getattr(weights, "dtype", None)
         if isinstance(weights, torch.Tensor) and dtype not in dtypes:
             allowed = " or ".join(map(str, dtypes))
@@ -96,7 +136,7 @@ class Checks:
         self._tensor(
             "gemm2_permuted",
             routed.gemm2_permuted,
-            torch.bfloat16,
+            self._activation,
             (rows_of(routed.gemm2_permuted), c.HIDDEN),
         )
         shared = routed.shared_output is not None
@@ -108,22 +148,87 @@ class Checks:
             )
         if routed.shared_output is not None:
             self._tensor(
-                "shared_output", routed.shared_output, torch.bfloat16, (m, c.HIDDEN)
+                "shared_output", routed.shared_output, self._activation, (m, c.HIDDEN)
             )
         return m
 
     def boundary(self, m: int, inputs: BoundaryInput) -> None:
         """Checks the arguments that a call and finalize share."""
+        self._streams(m, inputs)
+        self._mix_weights(inputs)
+        self._norm_weight(inputs.norm_weight)
+        self._pre(m, inputs.pre, self._constants.PRE_MIX == "delayed", "model.pre_mix")
+
+    def entry(self, inputs: EntryInput) -> int:
+        """Checks the arguments of the entry and returns M."""
         c = self._constants
-        check = self._tensor
-        bf16, fp32 = torch.bfloat16, torch.float32
-        check("residual", inputs.residual, bf16, (m, c.HC, c.HIDDEN))
+        if not c.ENTRY:
+            raise RuntimeError(
+                "this package has no entry kernel: set ends.entry in its spec"
+            )
+        m = rows_of(inputs.hidden)
+        self._capacity("hidden", m)
+        self._tensor("hidden", inputs.hidden, self._activation, (m, c.HIDDEN))
+        self._mix_weights(inputs)
+        self._norm_weight(inputs.norm_weight)
+        return m
+
+    def exit(self, m: int, inputs: ExitInput) -> None:
+        """Checks the arguments that all exits share."""
+        c = self._constants
+        self.has_exit()
+        self._streams(m, inputs)
+        self._norm_weight(inputs.norm_weight)
+        self._pre(m, inputs.pre, c.EXIT == "pre_mix", "ends.exit")
+        head = {
+            "head_fn": (self._fn_weight, (c.HC, c.HC * c.HIDDEN)),
+            "head_scale": (torch.float32, (1,)),
+            "head_base": (torch.float32, (c.HC,)),
+        }
+        for name, (dtype, shape) in head.items():
+            tensor = getattr(inputs, name)
+            if self._wanted(name, tensor, c.EXIT == "sigmoid", "ends.exit"):
+                self._tensor(name, tensor, dtype, shape)
+
+    def has_exit(self) -> None:
+        """Makes sure that the package has an exit kernel."""
+        if self._constants.EXIT is None:
+            raise RuntimeError(
+                "this package has no exit kernel: set ends.exit in its spec"
+            )
+
+    def _streams(self, m: int, inputs: BoundaryInput | ExitInput) -> None:
+        c = self._constants
+        check, fp32 = self._tensor, torch.float32
+        check("residual", inputs.residual, self._activation, (m, c.HC, c.HIDDEN))
         check("post", inputs.post, fp32, (m, c.HC, 1))
         check("comb", inputs.comb, fp32, (m, c.HC, c.HC))
-        check("fn", inputs.fn, bf16, (c.MIX, c.HC * c.HIDDEN))
+
+    def _mix_weights(self, inputs: BoundaryInput | EntryInput) -> None:
+        c = self._constants
+        check, fp32 = self._tensor, torch.float32
+        check("fn", inputs.fn, self._fn_weight, (c.MIX, c.HC * c.HIDDEN))
         check("scale", inputs.scale, fp32, (3,))
         check("base", inputs.base, fp32, (c.MIX,))
-        check("norm_weight", inputs.norm_weight, bf16, (c.HIDDEN,))
+
+    def _norm_weight(self, norm_weight: torch.Tensor | None) -> None:
+        c = self._constants
+        wanted = c.NORM_WEIGHT != "none"
+        if self._wanted("norm_weight", norm_weight, wanted, "model.norm_weight"):
+            self._tensor("norm_weight", norm_weight, self._activation, (c.HIDDEN,))
+
+    def _pre(self, m: int, pre: torch.Tensor | None, wanted: bool, key: str) -> None:
+        if self._wanted("pre", pre, wanted, key):
+            self._tensor("pre", pre, torch.float32, (m, self._constants.HC))
+
+    def _wanted(self, name: str, tensor: Any, wanted: bool, key: str) -> bool:
+        """Whether a package takes an argument, which must be None if it does not."""
+        if not wanted and tensor is not None:
+            raise ValueError(
+                f"{name} is given, and this package takes none: pass None, or change "
+                f"{key} of its spec"
+            )
+        return wanted
 
     def _capacity(self, name: str, m: int) -> None:
         capacity = self._constants.CAPACITY

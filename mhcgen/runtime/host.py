@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .arguments import BoundaryInput, BoundaryOutput, Checks, RoutedInput, rows_of
+from .arguments import (
+    BoundaryInput,
+    BoundaryOutput,
+    Checks,
+    EntryInput,
+    ExitInput,
+    RoutedInput,
+    rows_of,
+)
 from .launcher import Launcher
 
 
@@ -54,7 +62,7 @@ class FusedBoundary:
     Attributes:
         rank: This rank.
         device: Its GPU.
-        transport: ``multicast`` or ``unicast``.
+        transport: ``multicast`` or ``unicast``; ``local`` for one rank alone.
         capacity: The largest M.
     """
 
@@ -86,31 +94,35 @@ class FusedBoundary:
         fn: torch.Tensor,
         scale: torch.Tensor,
         base: torch.Tensor,
-        norm_weight: torch.Tensor,
+        norm_weight: torch.Tensor | None,
+        pre: torch.Tensor | None = None,
     ) -> BoundaryOutput:
         """All-reduces ``x`` and takes it through the boundary.
 
         Args:
-            x: [M, H] BF16, this rank's partial output of the sublayer.
-            residual: [M, HC, H] BF16.
+            x: [M, H] activations, this rank's partial output of the sublayer.
+            residual: [M, HC, H] activations.
             post: [M, HC, 1] FP32.
             comb: [M, HC, HC] FP32, [source, target].
-            fn: [MIX, HC * H] BF16, rows pre, post, comb; columns stream-major.
+            fn: [MIX, HC * H] BF16 or FP32, as the spec says; rows pre, post, comb;
+                columns stream-major.
             scale: [3] FP32: pre, post, comb.
             base: [MIX] FP32.
-            norm_weight: [H] BF16.
+            norm_weight: [H] activations; None where the norm has no weight.
+            pre: [M, HC] FP32, the last boundary's ``pre`` where the pre-mix is delayed;
+                None where it is fresh.
 
         Returns:
             The outputs; empty where M is 0.
 
         Raises:
             TypeError: An argument is no tensor or has another dtype.
-            ValueError: A shape, device, layout or alignment is not as above, or M
-                exceeds the capacity.
+            ValueError: A shape, device, layout or alignment is not as above, M exceeds
+                the capacity, or an argument is given that the package does not take.
             RuntimeError: The mixes of a call outside of a graph capture are still
                 outstanding inside of it; or an earlier call broke off half-way.
         """
-        inputs = BoundaryInput(residual, post, comb, fn, scale, base, norm_weight)
+        inputs = BoundaryInput(residual, post, comb, fn, scale, base, norm_weight, pre)
         m = self._checks.x(x)
         self._checks.boundary(m, inputs)
         return self._run(Published(m, (x,)), partial(self._launcher.publish, x), inputs)
@@ -127,17 +139,19 @@ class FusedBoundary:
         fn: torch.Tensor,
         scale: torch.Tensor,
         base: torch.Tensor,
-        norm_weight: torch.Tensor,
+        norm_weight: torch.Tensor | None,
+        pre: torch.Tensor | None = None,
     ) -> BoundaryOutput:
         """Closes a MoE layer's routed sum and takes it through the boundary.
 
         Args:
-            gemm2_permuted: [rows, H] BF16, the experts' output rows on this rank.
+            gemm2_permuted: [rows, H] activations, the experts' output rows on this
+                rank.
             expert_weights: [M, top_k] FP32 or BF16.
             expanded_idx_to_permuted_idx: [M, top_k] int32: rows of
                 ``gemm2_permuted``, or -1 where the expert is not on this rank. The
                 indices are not checked against the number of rows.
-            shared_output: [M, H] BF16 of the shared expert, or None.
+            shared_output: [M, H] activations of the shared expert, or None.
             residual: As in a call; so are the rest, the result and the errors.
             post: As in a call.
             comb: As in a call.
@@ -145,8 +159,9 @@ class FusedBoundary:
             scale: As in a call.
             base: As in a call.
             norm_weight: As in a call.
+            pre: As in a call.
         """
-        inputs = BoundaryInput(residual, post, comb, fn, scale, base, norm_weight)
+        inputs = BoundaryInput(residual, post, comb, fn, scale, base, norm_weight, pre)
         routed = RoutedInput(
             gemm2_permuted, expert_weights, expanded_idx_to_permuted_idx, shared_output
         )
@@ -155,6 +170,121 @@ class FusedBoundary:
         return self._run(
             Published(m, routed), partial(self._launcher.finalize, routed), inputs
         )
+
+    def entry(
+        self,
+        hidden: torch.Tensor,
+        fn: torch.Tensor,
+        scale: torch.Tensor,
+        base: torch.Tensor,
+        norm_weight: torch.Tensor | None,
+    ) -> BoundaryOutput:
+        """Enters the network: every stream is the hidden state, and mixes follow.
+
+        Ranks need not meet here: each computes the same. There is no boundary before,
+        so the collapse uses the entry's own pre-mix; a delayed one is returned as well,
+        for the next boundary.
+
+        Args:
+            hidden: [M, H] activations, the same on all ranks.
+            fn: As in a call; so are the rest, the result and the errors.
+            scale: As in a call.
+            base: As in a call.
+            norm_weight: As in a call.
+        """
+        inputs = EntryInput(hidden, fn, scale, base, norm_weight)
+        m = self._checks.entry(inputs)
+        outputs, mix = self._launcher.outputs(m), self._launcher.mix(m)
+        if m:
+            with self._on_device():
+                stream = torch.cuda.current_stream()
+                self._begin(stream)
+                self._launcher.entry(inputs, outputs, mix)
+                self._launch_mixes(inputs, outputs, mix, stream)
+        return outputs
+
+    def exit(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        post: torch.Tensor,
+        comb: torch.Tensor,
+        norm_weight: torch.Tensor | None,
+        *,
+        pre: torch.Tensor | None = None,
+        head_fn: torch.Tensor | None = None,
+        head_scale: torch.Tensor | None = None,
+        head_base: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Leaves the network: all-reduces ``x``, and collapses the last streams.
+
+        Args:
+            x: As in a call; so are the rest and the errors, if not said otherwise.
+            residual: As in a call.
+            post: As in a call.
+            comb: As in a call.
+            norm_weight: As in a call: the weight of the final norm.
+            pre: [M, HC] FP32, the last boundary's, for an exit by pre-mix; else None.
+            head_fn: [HC, HC * H] of the dtype of ``fn``, for an exit by a sigmoid head;
+                else None.
+            head_scale: [1] FP32, likewise.
+            head_base: [HC] FP32, likewise.
+
+        Returns:
+            [M, H] activations: the collapsed streams, normalized.
+        """
+        inputs = ExitInput(
+            residual, post, comb, norm_weight, pre, head_fn, head_scale, head_base
+        )
+        self._checks.has_exit()
+        m = self._checks.x(x)
+        self._checks.exit(m, inputs)
+        publish = partial(self._launcher.publish, x)
+        return self._run_exit(Published(m, (x,)), publish, inputs)
+
+    def exit_finalize(
+        self,
+        gemm2_permuted: torch.Tensor,
+        expert_weights: torch.Tensor,
+        expanded_idx_to_permuted_idx: torch.Tensor,
+        shared_output: torch.Tensor | None,
+        residual: torch.Tensor,
+        post: torch.Tensor,
+        comb: torch.Tensor,
+        norm_weight: torch.Tensor | None,
+        *,
+        pre: torch.Tensor | None = None,
+        head_fn: torch.Tensor | None = None,
+        head_scale: torch.Tensor | None = None,
+        head_base: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Closes the last MoE layer's routed sum and leaves the network.
+
+        Args:
+            gemm2_permuted: As in ``finalize``.
+            expert_weights: As in ``finalize``.
+            expanded_idx_to_permuted_idx: As in ``finalize``.
+            shared_output: As in ``finalize``.
+            residual: As in ``exit``; so are the rest, the result and the errors.
+            post: As in ``exit``.
+            comb: As in ``exit``.
+            norm_weight: As in ``exit``.
+            pre: As in ``exit``.
+            head_fn: As in ``exit``.
+            head_scale: As in ``exit``.
+            head_base: As in ``exit``.
+        """
+        inputs = ExitInput(
+            residual, post, comb, norm_weight, pre, head_fn, head_scale, head_base
+        )
+        routed = RoutedInput(
+            gemm2_permuted, expert_weights, expanded_idx_to_permuted_idx, shared_output
+        )
+        self._checks.has_exit()
+        m = self._checks.routed(routed)
+        self._checks.exit(m, inputs)
+        finalize = partial(self._launcher.finalize, routed)
+        return self._run_exit(Published(m, routed), finalize, inputs)
 
     def join(self) -> None:
         """Makes the current stream wait for the mixes of the last call.
@@ -173,10 +303,11 @@ class FusedBoundary:
             pending.joined = True
 
     def publish(self, x: torch.Tensor) -> None:
-        """The first half of a call alone; ``consume`` must follow.
+        """The first half of a call or an exit alone; the second must follow.
 
-        Only for several ranks on one device, where all publish before any consumes. The
-        argument and the errors are those of a call.
+        That is ``consume`` or ``consume_exit``. Only for several ranks on one device,
+        where all publish before any consumes. One rank alone launches nothing here: it
+        keeps ``x``. The argument and the errors are those of a call.
         """
         m = self._checks.x(x)
         self._publish_alone(Published(m, (x,)), partial(self._launcher.publish, x))
@@ -188,7 +319,7 @@ class FusedBoundary:
         expanded_idx_to_permuted_idx: torch.Tensor,
         shared_output: torch.Tensor | None,
     ) -> None:
-        """The first half of ``finalize`` alone; ``consume`` must follow."""
+        """The first half of ``finalize``, or of ``exit_finalize``, alone."""
         routed = RoutedInput(
             gemm2_permuted, expert_weights, expanded_idx_to_permuted_idx, shared_output
         )
@@ -205,26 +336,59 @@ class FusedBoundary:
         fn: torch.Tensor,
         scale: torch.Tensor,
         base: torch.Tensor,
-        norm_weight: torch.Tensor,
+        norm_weight: torch.Tensor | None,
+        pre: torch.Tensor | None = None,
     ) -> BoundaryOutput:
         """The second half of a call or of ``finalize``, with the M of the first.
 
         The arguments, the result and the errors are those of a call.
         """
-        inputs = BoundaryInput(residual, post, comb, fn, scale, base, norm_weight)
+        inputs = BoundaryInput(residual, post, comb, fn, scale, base, norm_weight, pre)
         m = rows_of(residual)
         self._checks.boundary(m, inputs)
-        published = 0 if self._published is None else self._published.m
-        if m != published:
-            raise ValueError(
-                f"residual has {m} tokens, and {published} were published before"
-            )
+        self._check_published(m)
         outputs, mix = self._launcher.outputs(m), self._launcher.mix(m)
         if m:
             with self._on_device():
                 stream = torch.cuda.current_stream()
                 self._launch_boundary(inputs, outputs, mix, stream)
         return outputs
+
+    def consume_exit(
+        self,
+        residual: torch.Tensor,
+        post: torch.Tensor,
+        comb: torch.Tensor,
+        norm_weight: torch.Tensor | None,
+        *,
+        pre: torch.Tensor | None = None,
+        head_fn: torch.Tensor | None = None,
+        head_scale: torch.Tensor | None = None,
+        head_base: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The second half of an exit, with the M of the first.
+
+        The arguments, the result and the errors are those of ``exit``.
+        """
+        inputs = ExitInput(
+            residual, post, comb, norm_weight, pre, head_fn, head_scale, head_base
+        )
+        m = rows_of(residual)
+        self._checks.exit(m, inputs)
+        self._check_published(m)
+        output = self._launcher.exit_output(m)
+        if m:
+            with self._on_device():
+                self._launch_exit(inputs, output)
+        return output
+
+    def _check_published(self, m: int) -> None:
+        """Makes sure that as many tokens were published as are to be consumed."""
+        published = 0 if self._published is None else self._published.m
+        if m != published:
+            raise ValueError(
+                f"residual has {m} tokens, and {published} were published before"
+            )
 
     def _run(
         self,
@@ -242,6 +406,22 @@ class FusedBoundary:
                 self._launch_boundary(inputs, outputs, mix, stream)
         return outputs
 
+    def _run_exit(
+        self, published: Published, launch: Callable[[], None], inputs: ExitInput
+    ) -> torch.Tensor:
+        """Launches a checked exit: memory is allocated before the publish."""
+        output = self._launcher.exit_output(published.m)
+        if published.m:
+            with self._on_device():
+                self._publish(published, launch, torch.cuda.current_stream())
+                self._launch_exit(inputs, output)
+        return output
+
+    def _launch_exit(self, inputs: ExitInput, output: torch.Tensor) -> None:
+        """Launches an exit on the current stream."""
+        self._launcher.exit(inputs, output)
+        self._published = None
+
     def _publish_alone(self, published: Published, launch: Callable[[], None]) -> None:
         """Launches a checked publish without its boundary."""
         if published.m:
@@ -255,6 +435,12 @@ class FusedBoundary:
         stream: torch.cuda.Stream,
     ) -> None:
         """Launches a publish, once the stream waits for the mixes of the last call."""
+        self._begin(stream)
+        self._published = published
+        launch()
+
+    def _begin(self, stream: torch.cuda.Stream) -> None:
+        """Makes the stream wait for the mixes of the last call, and lets go of them."""
         if self._published is not None:
             raise RuntimeError(
                 "an earlier call broke off between its publish and its boundary, and "
@@ -262,8 +448,6 @@ class FusedBoundary:
             )
         self._wait_for_mixes(stream)
         self._release(stream)
-        self._published = published
-        launch()
 
     def _launch_boundary(
         self,
@@ -276,12 +460,27 @@ class FusedBoundary:
         kernel = self._launcher.boundary_kernel(mix.shape[0])
         self._launcher.boundary(kernel, inputs, outputs, mix)
         self._published = None
+        self._launch_mixes(inputs, outputs, mix, stream)
+
+    def _launch_mixes(
+        self,
+        inputs: BoundaryInput | EntryInput,
+        outputs: BoundaryOutput,
+        mix: torch.Tensor,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        """Launches mixes on the side stream, behind what the stream does now."""
         self._boundary_done.record(stream)
         self._side.wait_event(self._boundary_done)
         self._pending = PendingMixes(
             captured=torch.cuda.is_current_stream_capturing(),
             stream=stream,
-            tensors=(mix, inputs.scale, inputs.base, outputs.post, outputs.comb),
+            tensors=(
+                mix,
+                inputs.scale,
+                inputs.base,
+                *self._launcher.mix_outputs(outputs),
+            ),
         )
         self._launcher.mixes(mix, inputs, outputs, self._side.cuda_stream)
         self._mixes_done.record(self._side)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from .arguments import ROUTING_DTYPES, BoundaryInput, BoundaryOutput, RoutedInput
-from .mailbox import Mailbox
+from .arguments import (
+    BoundaryInput,
+    BoundaryOutput,
+    EntryInput,
+    ExitInput,
+    RoutedInput,
+    output_type,
+)
+from .dtypes import DTYPES
+from .mailbox import LOCAL, Mailbox
 
 
 class Launcher:
@@ -22,6 +30,7 @@ class Launcher:
     Attributes:
         constants: The package's ``constants`` module.
         mailbox: This rank's end of the all-reduce.
+        rows: The rows that the next boundary of one rank alone takes, [M, H].
         finalizes: The finalize kernels by routing dtype and shared expert.
         boundaries: The boundary kernels by the largest M that they serve, rising.
     """
@@ -45,9 +54,14 @@ class Launcher:
         """
         self.constants = constants
         self.mailbox = mailbox
-        self._publish = compiled[kernels.publish_name(mailbox.transport)]
+        self.rows: torch.Tensor | None = None
+        self._publish = (
+            None
+            if mailbox.transport == LOCAL
+            else compiled[kernels.publish_name(mailbox.transport)]
+        )
         self.finalizes = {
-            (ROUTING_DTYPES[dtype], shared): compiled[
+            (DTYPES[dtype], shared): compiled[
                 kernels.finalize_name(dtype, shared, mailbox.transport)
             ]
             for dtype in getattr(constants, "ROUTING_WEIGHTS", ())
@@ -58,6 +72,25 @@ class Launcher:
             for row in constants.TARGETS[arch].token_groups
         }
         self._mixes = compiled["mixes"]
+        self._entry = compiled.get("entry")
+        self._exit = compiled.get("exit")
+        self._output_type = output_type(constants)
+        weight = ("norm_weight",) * (constants.NORM_WEIGHT != "none")
+        pre = ("pre",) * (constants.PRE_MIX == "delayed")
+        mean = ("stream_mean",) * constants.STREAM_MEAN
+        streams = ("residual", "post", "comb")
+        mix_weights = ("fn", "scale", "base")
+        # A boundary with a delayed pre-mix does not need scale and base.
+        collapse = ("fn", *pre) if pre else mix_weights
+        exits = {
+            "sigmoid": ("head_fn", "head_scale", "head_base"),
+            "pre_mix": ("pre",),
+        }
+        self._boundary_inputs = (*streams, *collapse, *weight)
+        self._entry_inputs = ("hidden", *mix_weights, *weight)
+        self._exit_inputs = (*streams, *exits.get(constants.EXIT, ()), *weight)
+        self._row_outputs = ("layer_input", *mean)
+        self._mix_outputs = ("post", "comb", *pre)
 
     def with_mailbox(self, mailbox: Mailbox) -> Launcher:
         """The same kernels with another mailbox of the same transport."""
@@ -72,13 +105,26 @@ class Launcher:
     def outputs(self, m: int) -> BoundaryOutput:
         """Memory for the outputs of ``m`` tokens."""
         c = self.constants
-        empty = partial(torch.empty, device=self.mailbox.buffer.device)
-        return BoundaryOutput(
-            residual=empty((m, c.HC, c.HIDDEN), dtype=torch.bfloat16),
-            post=empty((m, c.HC, 1), dtype=torch.float32),
-            comb=empty((m, c.HC, c.HC), dtype=torch.float32),
-            layer_input=empty((m, c.HIDDEN), dtype=torch.bfloat16),
+        device, dtype = self.mailbox.buffer.device, DTYPES[c.ACTIVATION]
+        fp32 = partial(torch.empty, device=device, dtype=torch.float32)
+        activation = partial(torch.empty, device=device, dtype=dtype)
+        more = {}
+        if c.PRE_MIX == "delayed":
+            more["pre"] = fp32((m, c.HC))
+        if c.STREAM_MEAN:
+            more["stream_mean"] = activation((m, c.HIDDEN))
+        return self._output_type(
+            residual=activation((m, c.HC, c.HIDDEN)),
+            post=fp32((m, c.HC, 1)),
+            comb=fp32((m, c.HC, c.HC)),
+            layer_input=activation((m, c.HIDDEN)),
+            **more,
         )
+
+    def exit_output(self, m: int) -> torch.Tensor:
+        """Memory for what the exit returns, [M, H] activations."""
+        c, device = self.constants, self.mailbox.buffer.device
+        return torch.empty((m, c.HIDDEN), dtype=DTYPES[c.ACTIVATION], device=device)
 
     def mix(self, m: int) -> torch.Tensor:
         """Memory for the mixes of ``m`` tokens, [M, MIX] FP32.
@@ -89,7 +135,10 @@ class Launcher:
         return torch.empty((m, self.constants.MIX), dtype=torch.float32, device=device)
 
     def publish(self, x: torch.Tensor) -> None:
-        """Publishes x."""
+        """Publishes x; one rank alone only keeps it for the boundary."""
+        if self._publish is None:
+            self.rows = x
+            return
         mailbox = self.mailbox
         self._publish(x, mailbox.addresses, mailbox.state, mailbox.rank)
 
@@ -98,6 +147,11 @@ class Launcher:
         mailbox = self.mailbox
         shared = routed.shared_output is not None
         kernel = self.finalizes[routed.expert_weights.dtype, shared]
+        if self._publish is None:
+            m = routed.expert_weights.shape[0]
+            self.rows = routed.gemm2_permuted.new_empty((m, self.constants.HIDDEN))
+            kernel(*routed, self.rows)
+            return
         kernel(*routed, mailbox.addresses, mailbox.state, mailbox.rank)
 
     def boundary(
@@ -109,23 +163,55 @@ class Launcher:
     ) -> None:
         """Consumes what was published."""
         kernel(
-            *inputs,
-            self.mailbox.buffer,
-            self.mailbox.state,
+            *fields_of(inputs, self._boundary_inputs),
+            *self._source(),
             outputs.residual,
             mix,
-            outputs.layer_input,
+            *fields_of(outputs, self._row_outputs),
         )
+
+    def _source(self) -> tuple[torch.Tensor | None, ...]:
+        """Where published rows are: in the mailbox, or with the one rank itself."""
+        if self._publish is not None:
+            return self.mailbox.buffer, self.mailbox.state
+        rows, self.rows = self.rows, None
+        return (rows,)
+
+    def entry(
+        self, inputs: EntryInput, outputs: BoundaryOutput, mix: torch.Tensor
+    ) -> None:
+        """Expands a hidden state."""
+        assert self._entry is not None
+        self._entry(
+            *fields_of(inputs, self._entry_inputs),
+            outputs.residual,
+            mix,
+            *fields_of(outputs, self._row_outputs),
+        )
+
+    def exit(self, inputs: ExitInput, output: torch.Tensor) -> None:
+        """Consumes what was published, and collapses the last streams."""
+        assert self._exit is not None
+        self._exit(*fields_of(inputs, self._exit_inputs), *self._source(), output)
 
     def mixes(
         self,
         mix: torch.Tensor,
-        inputs: BoundaryInput,
+        inputs: BoundaryInput | EntryInput,
         outputs: BoundaryOutput,
         stream: int,
     ) -> None:
-        """Computes post and comb on a stream, given as a handle.
+        """Computes post, comb and a delayed pre on a stream, given as a handle.
 
         To make the stream current would cost more than the launch.
         """
-        self._mixes(mix, inputs.scale, inputs.base, outputs.post, outputs.comb, stream)
+        self._mixes(mix, inputs.scale, inputs.base, *self.mix_outputs(outputs), stream)
+
+    def mix_outputs(self, outputs: BoundaryOutput) -> list[torch.Tensor]:
+        """Those outputs that the mixes kernel writes."""
+        return fields_of(outputs, self._mix_outputs)
+
+
+def fields_of(values: NamedTuple, names: Sequence[str]) -> list[torch.Tensor]:
+    """Some fields, in the order of their names."""
+    return [getattr(values, name) for name in names]

@@ -16,10 +16,15 @@ import torch.distributed as dist
 from .compiler import check_dsl, compile_package
 from .host import FusedBoundary
 from .launcher import Launcher
-from .mailbox import Mailbox, agree, emulated, loopback, rendezvous
+from .mailbox import Mailbox, agree, emulated, local, loopback, rendezvous
 from .warm_up import warm_up_alone, warm_up_together
 
-CAPABILITIES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
+CAPABILITIES = {
+    (9, 0): "sm_90a",
+    (10, 0): "sm_100a",
+    (10, 3): "sm_103a",
+    (12, 0): "sm_120a",
+}
 
 
 def load(
@@ -30,6 +35,8 @@ def load(
     transport: str = "auto",
 ) -> FusedBoundary:
     """Loads the package in a folder: collective over the group.
+
+    A package for one rank needs no group, and loads without the other processes.
 
     Args:
         path: The package's folder.
@@ -85,6 +92,8 @@ def load_package(
     Everything that can fail on one rank is voted on, so that no rank waits for another
     that gave up.
     """
+    if is_for_one_rank(package):
+        return load_alone(package, device, transport)
     if group is None:
         if not dist.is_initialized():
             raise RuntimeError(
@@ -130,6 +139,32 @@ def load_package(
         agree(group, f"compilation of {loading.name}", compile_all)
         agree(group, f"warm-up of {loading.name}", lambda: warm_up_together(launchers))
     return FusedBoundary(launchers[0])
+
+
+def is_for_one_rank(package: str | Path) -> bool:
+    """Whether a package is for TP 1; not where it fails, which is refused later."""
+    try:
+        name = import_package(package) if isinstance(package, Path) else package
+        tp: int = importlib.import_module(f"{name}.constants").TP
+    except (ImportError, OSError, AttributeError, SyntaxError):
+        return False
+    return tp == 1
+
+
+def load_alone(
+    package: str | Path, device: torch.device | str | int | None, transport: str
+) -> FusedBoundary:
+    """Loads a package for one rank: no other process takes part."""
+    if transport != "auto":
+        raise ValueError(
+            f"transport is {transport!r}; the package is for one rank, which sends "
+            "nothing: it must be 'auto'"
+        )
+    loading = Loading.of(package, device)
+    with torch.cuda.device(loading.device):
+        launcher = loading.launcher(local(loading.device))
+        warm_up_together([launcher])
+    return FusedBoundary(launcher)
 
 
 def emulate_package(

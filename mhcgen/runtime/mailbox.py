@@ -11,8 +11,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from .dtypes import DTYPES
+
 logger = logging.getLogger(__name__)
 
+LOCAL = "local"  # the transport of one rank alone
 SENTINEL_BITS = -0x8000  # -0.0, as a signed 16-bit integer
 ALIGNMENT = 16
 
@@ -25,7 +28,8 @@ class Mailbox:
 
     Attributes:
         rank: This rank.
-        transport: ``multicast`` or ``unicast``.
+        transport: ``multicast`` or ``unicast``; ``local`` for one rank alone, whose
+            buffer, addresses and state are empty.
         buffer: The local mailbox, [GENERATIONS, TP, CAPACITY, HIDDEN] activations.
         addresses: [1] or [TP] int64: where publish stores, one multicast address or one
             address a rank.
@@ -154,12 +158,12 @@ def rendezvous(
     """
     from torch.distributed import _symmetric_memory as symmetric_memory
 
-    shape = mailbox_shape(constants)
+    shape, dtype = mailbox_shape(constants), DTYPES[constants.ACTIVATION]
     rank = dist.get_rank(group)
     allocated: list[torch.Tensor] = []
 
     def allocate() -> None:
-        buffer = symmetric_memory.empty(shape, dtype=torch.bfloat16, device=device)
+        buffer = symmetric_memory.empty(shape, dtype=dtype, device=device)
         # Symmetric memory comes with anything in it.
         arm(buffer)
         torch.cuda.synchronize(device)
@@ -223,12 +227,19 @@ def remote_tensor(handle: Any, peer: int, local: torch.Tensor) -> torch.Tensor:
     return remote
 
 
+def local(device: torch.device) -> Mailbox:
+    """What one rank alone has in place of a mailbox."""
+    empty = torch.empty(0, device=device)
+    return Mailbox(rank=0, transport=LOCAL, buffer=empty, addresses=empty, state=empty)
+
+
 def emulated(constants: ModuleType, device: torch.device) -> list[Mailbox]:
     """The mailboxes of all ranks on one device, with unicast between them."""
-    shape = mailbox_shape(constants)
+    if constants.TP == 1:
+        return [local(device)]
+    shape, dtype = mailbox_shape(constants), DTYPES[constants.ACTIVATION]
     buffers = [
-        torch.empty(shape, dtype=torch.bfloat16, device=device)
-        for _ in range(constants.TP)
+        torch.empty(shape, dtype=dtype, device=device) for _ in range(constants.TP)
     ]
     for buffer in buffers:
         arm(buffer)
@@ -255,8 +266,8 @@ def loopback(constants: ModuleType, device: torch.device) -> Mailbox:
     One process then runs whole boundaries, with the traffic of all ranks in its own
     memory. For measurements.
     """
-    shape = mailbox_shape(constants)
-    buffer = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    shape, dtype = mailbox_shape(constants), DTYPES[constants.ACTIVATION]
+    buffer = torch.empty(shape, dtype=dtype, device=device)
     arm(buffer)
     slot_bytes = constants.CAPACITY * constants.HIDDEN * buffer.element_size()
     addresses = [buffer.data_ptr() + slot_bytes * rank for rank in range(constants.TP)]

@@ -7,7 +7,8 @@ from functools import partial
 
 import torch
 
-from .arguments import BoundaryInput, RoutedInput
+from .arguments import BoundaryInput, EntryInput, ExitInput, RoutedInput
+from .dtypes import DTYPES
 from .launcher import Launcher
 
 
@@ -20,10 +21,11 @@ def warm_up_alone(launcher: Launcher) -> None:
     for turn in range(len(publishes(launcher))):
         launch_publish(launcher, turn)
     stream = torch.cuda.current_stream()
-    for turn in range(len(launcher.boundaries)):
+    for turn in range(consumers(launcher)):
         # +0.0 is no sentinel: everything has arrived.
         launcher.mailbox.buffer.zero_()
-        launch_boundary(launcher, turn, stream)
+        launch_consumer(launcher, turn, stream)
+    launch_entry(launcher, stream)
     torch.cuda.synchronize()
 
 
@@ -35,13 +37,15 @@ def warm_up_together(launchers: Sequence[Launcher]) -> None:
     Args:
         launchers: This process's rank, or all ranks where one device plays them.
     """
-    turns = max(len(publishes(launchers[0])), len(launchers[0].boundaries))
+    turns = max(len(publishes(launchers[0])), consumers(launchers[0]))
     stream = torch.cuda.current_stream()
     for turn in range(turns):
         for launcher in launchers:
             launch_publish(launcher, turn)
         for launcher in launchers:
-            launch_boundary(launcher, turn, stream)
+            launch_consumer(launcher, turn, stream)
+    for launcher in launchers:
+        launch_entry(launcher, stream)
     torch.cuda.synchronize()
 
 
@@ -54,7 +58,7 @@ def launch_publish(launcher: Launcher, turn: int) -> None:
     """Launches publish variant ``turn``, round and round, on a token of zeros."""
     c = launcher.constants
     zeros = partial(torch.zeros, device=launcher.mailbox.buffer.device)
-    row = zeros((1, c.HIDDEN), dtype=torch.bfloat16)
+    row = zeros((1, c.HIDDEN), dtype=DTYPES[c.ACTIVATION])
     variants = publishes(launcher)
     variant = variants[turn % len(variants)]
     if variant is None:
@@ -66,21 +70,58 @@ def launch_publish(launcher: Launcher, turn: int) -> None:
     launcher.finalize(RoutedInput(row, weights, absent, row if shared else None))
 
 
-def launch_boundary(launcher: Launcher, turn: int, stream: torch.cuda.Stream) -> None:
-    """Launches boundary ``turn``, round and round, and its mixes, on zeros."""
-    c = launcher.constants
-    zeros = partial(torch.zeros, device=launcher.mailbox.buffer.device)
-    bf16, fp32 = torch.bfloat16, torch.float32
-    inputs = BoundaryInput(
-        residual=zeros((1, c.HC, c.HIDDEN), dtype=bf16),
-        post=zeros((1, c.HC, 1), dtype=fp32),
-        comb=zeros((1, c.HC, c.HC), dtype=fp32),
-        fn=zeros((c.MIX, c.HC * c.HIDDEN), dtype=bf16),
-        scale=zeros((3,), dtype=fp32),
-        base=zeros((c.MIX,), dtype=fp32),
-        norm_weight=zeros((c.HIDDEN,), dtype=bf16),
-    )
+def consumers(launcher: Launcher) -> int:
+    """Kernels that consume the mailbox: the boundaries, and the exit where there is."""
+    return len(launcher.boundaries) + (launcher.constants.EXIT is not None)
+
+
+def launch_consumer(launcher: Launcher, turn: int, stream: torch.cuda.Stream) -> None:
+    """Launches consumer ``turn``, round and round, and a boundary's mixes, on zeros."""
     kernels = list(launcher.boundaries.values())
+    turn %= consumers(launcher)
+    given = zeros_of(launcher)
+    if turn == len(kernels):
+        inputs = ExitInput(**{name: given[name] for name in ExitInput._fields})
+        launcher.exit(inputs, launcher.exit_output(1))
+        return
     outputs, mix = launcher.outputs(1), launcher.mix(1)
-    launcher.boundary(kernels[turn % len(kernels)], inputs, outputs, mix)
+    boundary = BoundaryInput(**{name: given[name] for name in BoundaryInput._fields})
+    launcher.boundary(kernels[turn], boundary, outputs, mix)
+    launcher.mixes(mix, boundary, outputs, stream.cuda_stream)
+
+
+def launch_entry(launcher: Launcher, stream: torch.cuda.Stream) -> None:
+    """Launches the entry and its mixes on zeros, if there is one."""
+    if not launcher.constants.ENTRY:
+        return
+    given = zeros_of(launcher)
+    inputs = EntryInput(**{name: given[name] for name in EntryInput._fields})
+    outputs, mix = launcher.outputs(1), launcher.mix(1)
+    launcher.entry(inputs, outputs, mix)
     launcher.mixes(mix, inputs, outputs, stream.cuda_stream)
+
+
+def zeros_of(launcher: Launcher) -> dict[str, torch.Tensor]:
+    """Every argument of the boundaries and the ends by name, one token of zeros."""
+    c = launcher.constants
+    activation, fn_weight = DTYPES[c.ACTIVATION], DTYPES[c.FN_WEIGHT]
+    fp32 = torch.float32
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "hidden": ((1, c.HIDDEN), activation),
+        "residual": ((1, c.HC, c.HIDDEN), activation),
+        "post": ((1, c.HC, 1), fp32),
+        "comb": ((1, c.HC, c.HC), fp32),
+        "fn": ((c.MIX, c.HC * c.HIDDEN), fn_weight),
+        "scale": ((3,), fp32),
+        "base": ((c.MIX,), fp32),
+        "norm_weight": ((c.HIDDEN,), activation),
+        "pre": ((1, c.HC), fp32),
+        "head_fn": ((c.HC, c.HC * c.HIDDEN), fn_weight),
+        "head_scale": ((1,), fp32),
+        "head_base": ((c.HC,), fp32),
+    }
+    device = launcher.mailbox.buffer.device
+    return {
+        name: torch.zeros(shape, dtype=dtype, device=device)
+        for name, (shape, dtype) in shapes.items()
+    }

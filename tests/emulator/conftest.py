@@ -1,5 +1,6 @@
 """Packages whose kernels are compiled once, whichever test process comes first."""
 
+import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -26,9 +27,16 @@ def narrow_plan(narrow_path: Path) -> Plan:
 
 
 @pytest.fixture(scope="session")
-def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
+def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of this test session, which its processes share."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session")
+def load(session_folder: Path) -> Load:
     """Gives the kernels of a plan for one architecture; all kernels, or those named."""
-    root = tmp_path_factory.getbasetemp().parent / "emulated"
+    root = session_folder / "emulated"
     loaded: dict[tuple[str, str], EmulatedPackage] = {}
 
     def load(plan: Plan, arch: str, names: Collection[str] = ()) -> EmulatedPackage:

@@ -158,6 +158,32 @@ def test_every_bf16_is_exact_in_fp32() -> None:
     )
 
 
+def test_fp16_to_nearest_even() -> None:
+    """Subnormals, halves of the smallest one, and what is too large."""
+    x = np.concatenate([SPECIAL, floats(1, 1 << 16)])
+    rng = np.random.default_rng(2)
+    near = np.ldexp(
+        rng.integers(0, 1 << 13, 1 << 14) / 2, rng.integers(-26, 6, 1 << 14)
+    )
+    x = np.concatenate([x, near.astype(np.float32), -near.astype(np.float32)])
+    expected = torch.from_numpy(x).half().view(torch.int16).numpy().view(np.uint16)
+    expected = np.where(np.isnan(x), np.uint16(0x7FFF), expected)
+    assert {0x0001, 0x7BFF, 0x7C00, 0x8001, 0xFC00} <= {*expected.tolist()}
+    assert np.array_equal(arithmetic.to_f16(x), expected)
+    packed = arithmetic.pack_f16x2(x, x[::-1])
+    assert np.array_equal(packed >> 16, expected)
+    assert np.array_equal(packed & 0xFFFF, expected[::-1])
+
+
+def test_every_fp16_is_exact_in_fp32() -> None:
+    bits = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
+    wide = torch.from_numpy(bits.view(np.int16)).view(torch.float16).float().numpy()
+    actual = arithmetic.from_f16(bits)
+    nan = np.isnan(wide)
+    assert np.array_equal(actual[~nan].view(np.uint32), wide[~nan].view(np.uint32))
+    assert np.all(actual[nan].view(np.uint32) == 0x7FFFFFFF)
+
+
 @pytest.mark.parametrize(
     ("function", "exact"),
     [
@@ -337,6 +363,11 @@ FLOAT_CASES = [
     (
         "cvt.rn.bf16.f32 %h1, %r2; cvt.f32.bf16 %r9, %h1;",
         lambda a, b: torch.from_numpy(a).bfloat16().float().numpy(),
+    ),
+    (
+        "cvt.rn.f16x2.f32 %r8, %r3, %r2; mov.b32 {%h1, %h2}, %r8; "
+        "cvt.f32.f16 %r9, %h1;",
+        lambda a, b: torch.from_numpy(a).half().float().numpy(),
     ),
     (
         "cvt.rn.bf16.f32 %h1, %r2; fma.rn.f32.bf16 %r9, %h1, %h1, %r3;",

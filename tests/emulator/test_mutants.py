@@ -38,6 +38,7 @@ KERNELS = {
     "finalize.py": FINALIZES,
     "boundary.py": BOUNDARIES[:1],
     "grouped_boundary.py": BOUNDARIES[1:],
+    "projection_tensor_cores.py": BOUNDARIES,
     "mixes.py": ("mixes",),
     "steps.py": ("publish_unicast", *BOUNDARIES, "mixes"),
     "constants.py": ("publish_unicast", *BOUNDARIES, "mixes"),
@@ -174,7 +175,7 @@ MAPS = [
     ),
     Mutant(
         "chunks of a stream are swapped",
-        "steps.py",
+        "projection_tensor_cores.py",
         "part * CHUNK_BYTES)\n            )",
         "(1 - part) * CHUNK_BYTES)\n            )",
     ),
@@ -346,9 +347,9 @@ def test_the_original_is_right(original: EmulatedPackage) -> None:
 
 
 @pytest.fixture(scope="session")
-def mutants(tmp_path_factory: pytest.TempPathFactory, mutated_plan: Plan) -> Path:
+def mutants(session_folder: Path, mutated_plan: Plan) -> Path:
     """A folder for each mutant: its package and its PTX, compiled once."""
-    root = tmp_path_factory.getbasetemp().parent / "mutants"
+    root = session_folder / "mutants"
     with FileLock(f"{root}.lock"):
         if not root.exists():
             half = root.with_name("half_mutants")
@@ -374,7 +375,7 @@ def mutated(mutant: Mutant, plan: Plan) -> Files:
     assert mutant.old in text, f"{mutant.name}: the kernels changed, so change it, too"
     text = text.replace(mutant.old, mutant.new)
     if "TP * SLOT_BYTES" in mutant.new:
-        text = text.replace("    TILES,\n", "    TILES,\n    TP,\n")
+        text = text.replace("    SPLITS,\n", "    SPLITS,\n    TP,\n")
     return {**files, path: text}
 
 

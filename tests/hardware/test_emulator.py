@@ -79,7 +79,7 @@ def test_boundary(ranks: Sequence[Any], package: Any, m: int, hard: Any) -> None
     residual = as_torch(output.streams.residual.read(0))
     assert reference.bits_equal(residual, device.residual.cpu())
     layer_input = as_torch(output.layer_input.read(0))
-    distance = reference.bf16_ulp_distance(layer_input, device.layer_input.cpu())
+    distance = reference.ulp_distance(layer_input, device.layer_input.cpu())
     assert int(distance.max()) <= 2
     assert float((distance > 0).double().mean()) < 2e-3
     assert largest(output.streams.post, device.post) < 1e-5

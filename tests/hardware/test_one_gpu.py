@@ -117,7 +117,7 @@ def test_finalize(ranks: Any, m: int, dtype: torch.dtype, with_shared: bool) -> 
     parts = tuple(mailbox.buffer[generation, rank, :m].clone() for rank in range(TP))
     for part, routed_arguments in zip(parts, arguments, strict=True):
         exact, rounded = reference.finalize(*routed_arguments)
-        distance = reference.bf16_ulp_distance(part, rounded)
+        distance = reference.ulp_distance(part, rounded)
         close = (part.double() - exact).abs() <= 1e-5
         assert bool(((distance <= 1) | close).all())
     outputs = [rank.consume(*shared_arguments(inputs)) for rank in ranks]

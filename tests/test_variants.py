@@ -1,0 +1,197 @@
+"""Packages of every type, output and end: what is rendered, and that nothing spills."""
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+from ruff import find_ruff_bin
+
+from mhcgen.build import write_files
+from mhcgen.compilation import compile_kernels, jobs_of
+from mhcgen.errors import PlanError
+from mhcgen.plan import Plan, TargetPlan, make_plan
+from mhcgen.render import kernel_rows, render
+from mhcgen.spec import Spec
+from tests.shapes import SHAPES
+from tests.variants import VARIANTS
+
+
+def test_the_variants_differ_in_every_way() -> None:
+    """Each branch of the templates is taken and left, fn by FMA from every home."""
+    branches: dict[str, Callable[[Plan], object]] = {
+        "FP16": lambda plan: plan.activation == "FP16",
+        "FP32 rows of fn": lambda plan: plan.fn_halves == 2,
+        "projection by FMA": lambda plan: plan.projection == "fma",
+        "delayed pre-mix": lambda plan: plan.delayed,
+        "stream means": lambda plan: plan.stream_mean,
+        "entry": lambda plan: plan.spec.ends.entry,
+    }
+    for branch, is_taken in branches.items():
+        assert {bool(is_taken(plan)) for plan in VARIANTS} == {True, False}, branch
+    assert {plan.norm_weight for plan in VARIANTS} == {"plain", "plus_one", "none"}
+    assert {plan.exit_by for plan in VARIANTS} == {None, "mean", "sigmoid", "pre_mix"}
+    by_fma = [plan for plan in VARIANTS if plan.projection == "fma"]
+    assert {plan.fn_home for plan in by_fma} == {"registers", "shared", "global"}
+    for of in ("idle_lanes", "prefetch", "single", "grouped"):
+        assert {getattr(plan, of) for plan in by_fma} == {True, False}, of
+    assert {plan.trips > 1 for plan in by_fma} == {True, False}
+    assert {plan.trips > 1 for plan in VARIANTS if plan.delayed} == {True, False}
+    assert {plan.trips > 1 for plan in VARIANTS if plan.stream_mean} == {True, False}
+
+
+@pytest.mark.parametrize("plan", VARIANTS, ids=lambda plan: plan.name)
+def test_rendered_code_is_clean(plan: Plan, tmp_path: Path) -> None:
+    """No name is imported or made in vain, whatever the variant leaves out."""
+    package = tmp_path / plan.name
+    package.mkdir()
+    write_files(package, render(plan))
+    lint = [find_ruff_bin(), "check", "--isolated", "--no-cache", "--select=E,F,I"]
+    run = subprocess.run([*lint, package], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout
+
+
+@pytest.mark.parametrize("plan", (*VARIANTS, SHAPES[0]), ids=lambda plan: plan.name)
+def test_what_a_variant_does_not_need_leaves_no_trace(plan: Plan) -> None:
+    files = render(plan)
+    text = "".join(
+        content
+        for path, content in files.items()
+        if path.suffix == ".py" and path.parts[0] != "runtime"
+    )
+    traces = {
+        "(?<!B)Float16": plan.activation == "FP16",
+        "(?<!b)f16x2": plan.activation == "FP16",
+        "bf16x2": plan.activation == "BF16",
+        r"ptx\.mma": plan.projection == "tensor_cores",
+        "load_pre": plan.delayed or plan.exit_by == "pre_mix",
+        "NORM_SQUARES": plan.delayed,
+        "stream_mean": plan.stream_mean,
+        "norm_weight: cute.Tensor": plan.norm_weight != "none",
+        r"norm_weight\+1": plan.norm_weight == "plus_one",
+        "ENDS_": plan.ends,
+        "head_": plan.exit_by == "sigmoid",
+    }
+    for trace, is_there in traces.items():
+        assert bool(re.search(trace, text)) == is_there, trace
+    emitted = {
+        "projection_fma.py": plan.projection == "fma",
+        "entry.py": plan.spec.ends.entry,
+        "exit.py": plan.exit_by is not None,
+        "ends.py": plan.ends,
+    }
+    for name, is_there in emitted.items():
+        assert (PurePosixPath(name) in files) == is_there, name
+    rows = {row.name for row in kernel_rows(plan.targets[0])}
+    assert ("entry" in rows) == plan.spec.ends.entry
+    assert ("exit" in rows) == (plan.exit_by is not None)
+
+
+def spec(**sections: Any) -> Spec:
+    model = {"hidden": 512} | sections.pop("model", {})
+    return Spec.model_validate(
+        {"name": "a", "model": model, "parallel": {"tp": 2}} | sections
+    )
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "message"),
+    [
+        (
+            {"precision": {"activation": "fp16", "projection": "tensor_cores"}},
+            "precision.projection",
+            "tensor cores multiply BF16 with BF16, and activation is fp16",
+        ),
+        (
+            {"precision": {"fn_weight": "fp32", "projection": "tensor_cores"}},
+            "precision.projection",
+            "tensor cores multiply BF16 with BF16, and fn_weight is fp32",
+        ),
+        (
+            {"ends": {"exit": "pre_mix"}},
+            "ends.exit",
+            "an exit by pre-mix takes the one that the last boundary returned",
+        ),
+    ],
+)
+def test_what_cannot_be(sections: dict[str, Any], key: str, message: str) -> None:
+    with pytest.raises(PlanError) as raised:
+        make_plan(spec(**sections))
+    (problem,) = raised.value.problems
+    assert ".".join(map(str, problem.loc)) == key
+    assert message in problem.message
+    assert problem.allowed
+
+
+@pytest.mark.parametrize(
+    ("precision", "projection"),
+    [
+        ({}, "tensor_cores"),
+        ({"projection": "tensor_cores"}, "tensor_cores"),
+        ({"projection": "fma"}, "fma"),
+        ({"activation": "fp16"}, "fma"),
+        ({"fn_weight": "fp32"}, "fma"),
+    ],
+)
+def test_the_projection_that_fits_the_types(
+    precision: dict[str, str], projection: str
+) -> None:
+    assert make_plan(spec(precision=precision)).projection == projection
+
+
+def test_batch_invariance_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every token group must add its sums in one order, or the spec is refused."""
+    invariant = spec(batch_invariant=True)
+    assert make_plan(invariant).spec.batch_invariant
+    monkeypatch.setattr(TargetPlan, "order_of_sums", lambda _, row: row.group > 1)
+    make_plan(spec())
+    with pytest.raises(PlanError, match="token groups add their sums in 2 orders"):
+        make_plan(invariant)
+
+
+REAL: tuple[dict[str, Any], ...] = (
+    {
+        "name": "delayed_fp32",
+        "model": {"hidden": 5120, "pre_mix": "delayed"},
+        "precision": {"fn_weight": "fp32"},
+        "ends": {"entry": True, "exit": "sigmoid"},
+        "outputs": {"stream_mean": True},
+    },
+    {
+        "name": "fp16_eight_streams",
+        "model": {"hidden": 2048, "hc": 8, "norm_weight": "plus_one"},
+        "precision": {"activation": "fp16", "fn_weight": "fp32"},
+        "ends": {"entry": True, "exit": "sigmoid"},
+    },
+    {
+        "name": "fp16",
+        "model": {"hidden": 4096},
+        "precision": {"activation": "fp16"},
+        "ends": {"exit": "mean"},
+    },
+)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])
+@pytest.mark.parametrize("data", REAL, ids=lambda data: data["name"])
+def test_nothing_spills(data: dict[str, Any], arch: str, tmp_path: Path) -> None:
+    """The plan's estimates of registers hold for every type and end."""
+    groups = [{"max_tokens": 1, "group": 1}, {"max_tokens": 32, "group": 4}]
+    targets = {arch: {"token_groups": groups}}
+    capacity = {"max_tokens": 32}
+    parallel = {"tp": 4, "transports": ["multicast"]}
+    plan = make_plan(
+        Spec.model_validate(
+            {"parallel": parallel, "capacity": capacity, "targets": targets, **data}
+        )
+    )
+    package = tmp_path / plan.name
+    package.mkdir()
+    write_files(package, render(plan))
+    compiled = list(compile_kernels(jobs_of(package)))
+    assert {"entry", "exit"} & {kernel.name for kernel in compiled}
+    for kernel in compiled:
+        spills = (kernel.spill_stores, kernel.spill_loads, kernel.stack)
+        assert spills == (0, 0, 0), kernel
