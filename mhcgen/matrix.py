@@ -101,6 +101,7 @@ def _experts(moe: dict[str, Any] | None) -> str:
 
 
 _CLUSTER = Target.model_fields["cluster_size"]
+_TARGETS = Spec.model_fields["targets"].get_default(call_default_factory=True)
 
 AXES: tuple[Axis, ...] = (
     _axis("hidden", "model.hidden", _prefixed("h")),
@@ -120,7 +121,7 @@ AXES: tuple[Axis, ...] = (
         ("targets",),
         "_".join,
         Choices[Arch],
-        list(ARCHS),
+        list(_TARGETS),
         False,
         "The architectures to make kernels for.",
     ),
