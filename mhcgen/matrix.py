@@ -101,6 +101,7 @@ def _experts(moe: dict[str, Any] | None) -> str:
 
 
 _CLUSTER = Target.model_fields["cluster_size"]
+_TARGETS = Spec.model_fields["targets"].get_default(call_default_factory=True)
 
 AXES: tuple[Axis, ...] = (
     _axis("hidden", "model.hidden", _prefixed("h")),
@@ -120,7 +121,7 @@ AXES: tuple[Axis, ...] = (
         ("targets",),
         "_".join,
         Choices[Arch],
-        list(ARCHS),
+        list(_TARGETS),
         False,
         "The architectures to make kernels for.",
     ),
@@ -131,6 +132,7 @@ AXES: tuple[Axis, ...] = (
     _axis("pre_mix", "model.pre_mix", str),
     _axis("norm_weight", "model.norm_weight", _prefixed("norm_")),
     _axis("batch_invariant", "batch_invariant", lambda value: "invariant"),
+    _axis("mixes", "mixes", str),
     _axis("transports", "parallel.transports", "_".join),
     _axis("moe", "moe", _experts),
     _axis("entry", "ends.entry", lambda value: "entry"),

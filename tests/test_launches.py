@@ -31,7 +31,7 @@ TYPES = {
     Int64: "int64",
 }
 TAILS = (
-    variant("tail", mixes="tail", moe={"top_k": 2}),
+    variant("tail_moe", mixes="tail", moe={"top_k": 2}),
     variant("tail_delayed", mixes="tail", pre_mix="delayed", outputs=MEANS),
     variant("tail_bare", mixes="tail", norm_weight="none", precision=FP16 | FP32),
     variant(
@@ -40,7 +40,7 @@ TAILS = (
         pre_mix="delayed",
         ends={"entry": True, "exit": "pre_mix"},
     ),
-    variant("tail_of_one_rank", tp=1, mixes="tail", moe={"top_k": 2}),
+    variant("tail_moe_of_one_rank", tp=1, mixes="tail", moe={"top_k": 2}),
 )
 
 

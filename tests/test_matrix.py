@@ -14,7 +14,7 @@ import pytest
 from mhcgen import cli, matrix_run
 from mhcgen.build import write_files
 from mhcgen.compilation import CompileError, Job
-from mhcgen.errors import MhcgenError, SpecError
+from mhcgen.errors import MhcgenError, PlanError, Problem, SpecError
 from mhcgen.matrix import (
     AXES,
     DEFAULTS,
@@ -27,6 +27,7 @@ from mhcgen.matrix import (
     sample,
 )
 from mhcgen.matrix_run import Checks, Compilers, check, why
+from mhcgen.plan import Plan
 from mhcgen.render import render
 from mhcgen.resources import resource
 from mhcgen.spec import Section, Spec
@@ -52,10 +53,24 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path: Path, no_three: None) -> Path:
     path = tmp_path / "small.yaml"
     path.write_text(SMALL)
     return path
+
+
+@pytest.fixture
+def no_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plan has clusters of three blocks, whatever the kernels can do."""
+    make_plan = Candidate.plan
+
+    def plan(self: Candidate) -> Plan:
+        if self.values["cluster"] == 3:
+            where = ("targets", "sm_90a", "cluster_size")
+            raise PlanError([Problem(where, "3 blocks cannot share 64 fragments")])
+        return make_plan(self)
+
+    monkeypatch.setattr(Candidate, "plan", plan)
 
 
 @pytest.fixture
