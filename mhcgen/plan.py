@@ -1045,17 +1045,18 @@ def choose_cluster(plan: Plan, architecture: Architecture) -> int | None:
 def choose_token_groups(target: TargetPlan) -> Iterator[TokenGroup]:
     """Token groups for a spec that names none: one wave of clusters at every M.
 
-    Each group serves the calls that it lets run in one wave; the last one that a
-    cluster can take serves the rest of the capacity.
+    Each group serves the calls that it lets run in one wave; beyond the wave of the
+    largest that a cluster can take, that one serves the rest of the capacity.
     """
     capacity = target.plan.capacity
     wave = clusters_at_once(target.architecture, target.cluster_size)
     groups = [group for group in TOKEN_GROUPS if group_fault(target, group) is None]
     for group in groups:
-        served = capacity if group == groups[-1] else min(wave * group, capacity)
+        served = min(wave * group, capacity)
         yield plan_group(target, served, group, None)
         if served == capacity:
             return
+    yield plan_group(target, capacity, groups[-1], None)
 
 
 def plan_group(

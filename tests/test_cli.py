@@ -294,7 +294,7 @@ def test_explain_shows_derivations(run: Run, glm53_plan: Plan) -> None:
         "clusters run at once: the boundary publishes itself" in lines
     )
     assert (
-        "181 to 256 boundary_16 16 12 to 16 2 no 16 clusters would have to run at "
+        "241 to 256 boundary_16 16 16 to 16 2 no 16 clusters would have to run at "
         "once, and about 15 do" in lines
     )
     assert "sm_100a" not in result.out.replace("from sm_100 on", "")

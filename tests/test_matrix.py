@@ -224,6 +224,7 @@ def test_each_axis_reaches_the_spec(axis: object, file: Path) -> None:
         "pre_mix": "delayed",
         "norm_weight": "none",
         "batch_invariant": True,
+        "mixes": "tail",
         "transports": ["unicast"],
         "moe": None,
         "entry": True,
