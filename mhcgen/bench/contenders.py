@@ -244,7 +244,13 @@ def unfused_of(package: Loaded) -> Callable[[Inputs], Call]:
     compiled = torch.compile(partial(unfused.boundary, package.constants))
 
     def path(inputs: Inputs) -> Call:
-        y, shared = inputs.x.clone(), inputs.shared
+        c = package.constants
+        if (c.PRE_MIX, c.NORM_WEIGHT) != ("fresh", "plain"):
+            raise UnavailableError(
+                "the unfused path has fresh pre-mixes and a plain norm alone, and the "
+                f"package has {c.PRE_MIX} and {c.NORM_WEIGHT}"
+            )
+        y, shared = inputs.x.clone(), inputs.shared[:-1]  # all but a carried pre-mix
 
         def after_all_reduce() -> object:
             dist.all_reduce(y)
