@@ -35,7 +35,7 @@ LOCAL = "local"  # the transport of one rank alone
 PUBLISH_THREADS = 128
 MAX_FN_AHEAD = 6  # octets of fn in flight while the projection reads it from L2
 MBARRIER_BYTES = 8
-ROUTING_REGISTERS = 250  # that two tokens of a boundary take to close routed sums
+FINALIZING_GROUP = 1  # tokens of a cluster whose boundary also closes routed sums
 FEW_TOKENS = 2  # whose pre-mix each lane of a boundary computes for itself
 MOST_AT_ONCE = 5  # fragments whose arrival a thread awaits together
 FEWEST_TOKENS = 4  # tokens a cluster that fn must leave room for in shared memory
@@ -273,15 +273,6 @@ class TargetPlan:
     def finalizing_groups(self) -> tuple[int, ...]:
         """The distinct token groups of boundaries that close routed sums, rising."""
         return tuple(sorted({row.group for row in self.token_groups if row.finalizes}))
-
-    @property
-    def finalizing_group(self) -> int:
-        """The largest token group whose boundary closes routed sums.
-
-        Each token takes registers for the rows of its experts, and the kernels of each
-        group take a while to compile.
-        """
-        return 2 if self.register_limit >= ROUTING_REGISTERS else 1
 
     @property
     def publishing_groups(self) -> tuple[int, ...]:
@@ -1068,9 +1059,7 @@ def plan_group(
         launches = 1 if launches_fault(target, max_tokens, group) is None else 2
     at_once = fragments_at_once(plan, group, target.register_limit)
     shared_bytes = target.shared_bytes(group)
-    finalizes = (
-        plan.finalizes_inside and launches == 1 and group <= target.finalizing_group
-    )
+    finalizes = plan.finalizes_inside and launches == 1 and group <= FINALIZING_GROUP
     return TokenGroup(max_tokens, group, at_once, shared_bytes, launches, finalizes)
 
 

@@ -166,7 +166,7 @@ TARGETS = {
         warps=8,
         token_groups=(
             TokenGroup(15, 1, 1, 7744, 1, True),
-            TokenGroup(30, 2, 2, 15472, 1, True),
+            TokenGroup(30, 2, 2, 15472, 1, False),
             TokenGroup(45, 3, 3, 23248, 1, False),
             TokenGroup(60, 4, 4, 30992, 1, False),
             TokenGroup(75, 5, 5, 38736, 1, False),
@@ -184,7 +184,7 @@ TARGETS = {
         warps=8,
         token_groups=(
             TokenGroup(16, 1, 1, 7744, 1, True),
-            TokenGroup(32, 2, 2, 15472, 1, True),
+            TokenGroup(32, 2, 2, 15472, 1, False),
             TokenGroup(48, 3, 3, 23248, 1, False),
             TokenGroup(64, 4, 4, 30992, 1, False),
             TokenGroup(80, 5, 5, 38736, 1, False),
@@ -201,7 +201,7 @@ TARGETS = {
         warps=8,
         token_groups=(
             TokenGroup(16, 1, 1, 7744, 1, True),
-            TokenGroup(32, 2, 2, 15472, 1, True),
+            TokenGroup(32, 2, 2, 15472, 1, False),
             TokenGroup(48, 3, 3, 23248, 1, False),
             TokenGroup(64, 4, 4, 30992, 1, False),
             TokenGroup(80, 5, 5, 38736, 1, False),
