@@ -28,6 +28,8 @@ from mhcgen.verify.on_cpu import run
 from mhcgen.verify.report import Outcome
 from tests.emulator.conftest import ARCH, SEEDS, Load, stress_cases
 
+pytestmark = pytest.mark.mutants
+
 FINALIZES = tuple(
     f"finalize_{dtype}{shared}_unicast"
     for dtype in ("fp32", "bf16")

@@ -16,6 +16,8 @@ from tests.emulator.conftest import Load
 from tests.emulator.test_variants import run_ends, run_passes
 from tests.variants import VARIANTS
 
+pytestmark = pytest.mark.mutants
+
 
 @dataclass(frozen=True)
 class Mutant:
