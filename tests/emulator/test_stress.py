@@ -92,6 +92,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_caught(load: Load, narrow_plan: Plan, name: str) -> None:
     kernels, change = MUTANTS[name]
