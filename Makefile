@@ -8,7 +8,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: build test mutants format clean
+.PHONY: build test long mutants format clean
 
 build: $(INSTALLED)
 	$(BIN)/mhcgen build specs/glm53.yaml
@@ -19,6 +19,9 @@ test: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2
+
+long: $(INSTALLED)
+	$(BIN)/pytest -n 2 -m long tests/emulator
 
 mutants: $(INSTALLED)
 	$(BIN)/pytest -n 2 -m mutants --timeout 3600 tests/emulator

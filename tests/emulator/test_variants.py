@@ -16,6 +16,8 @@ from tests.emulator.conftest import Load
 from tests.emulator.network import Network
 from tests.variants import VARIANTS
 
+pytestmark = pytest.mark.long
+
 ENDS = [plan for plan in VARIANTS if plan.ends]
 
 
