@@ -18,29 +18,52 @@ from mhcgen.render import render
 ARCHS = ("sm_90a", "sm_100a")
 ROWS = (KernelRow("first", 1, 128, 0), KernelRow("second", 8, 256, 4096, 2))
 
-# Prints what the DSL prints with remarks{ptx}, colours and all.
+# Leaves a cubin that declares its registers, a stack of 16 bytes for all kernels but
+# `first`, and 1,024 bytes of shared memory; with remarks{ptx}, prints what the DSL
+# prints, colours and all.
 COMPILER = r"""
-import os, re, sys, time
+import os, re, struct, sys, time
 from pathlib import Path
 
 def compile_kernel(kernel, symbol, arch, options=""):
     assert symbol == "standin_" + kernel.__name__
     Path("left_in_the_current_folder").write_text("")
-    assert ("remarks{ptx}" in options.split()) is REPORTS
     assert not [key for key in os.environ if key.startswith("CUTE_DSL_")]
     kernel(arch)
+    stack = 0 if kernel.__name__ == "first" else 16
+    if "--keep-ptx --keep-cubin" in options:
+        dump = Path(re.search(r"--dump-dir (\S+)", options)[1])
+        (dump / "a_long_mangled_name.ptx").write_text(kernel.__name__)
+        (dump / "a_long_mangled_name.cubin").write_bytes(cubin(registers(arch), stack))
+    if "remarks{ptx}" not in options.split():
+        return
+    assert REPORTS and stack
     print("\x1b[96mremark[ptxas info]:\x1b[0m ptxas output: ptxas info : 0 bytes gmem")
     print("ptxas         .     16 bytes stack frame, 4 bytes spill stores, 8 bytes "
           "spill loads")
     print(f"ptxas info    : Used {registers(arch)} registers, used 1 barriers, "
           "1024 bytes smem", file=sys.stderr)
-    if "--keep-ptx --keep-cubin" in options:
-        dump = Path(re.search(r"--dump-dir (\S+)", options)[1])
-        (dump / "a_long_mangled_name.ptx").write_text(kernel.__name__)
-        (dump / "a_long_mangled_name.cubin").write_text(arch)
 
 def registers(arch):
     return int(arch[3:-1])
+
+def cubin(registers, stack):
+    info = b"".join(
+        struct.pack("<BBHII", 4, attribute, 8, 0, value)
+        for attribute, value in ((0x2F, registers), (0x11, stack))
+    )
+    names = b"\0.nv.info\0.nv.shared.kernel\0.nv.shared.reserved.0\0"
+    contents = ((0, names), (1, info), (10, b""), (28, b""))
+    sizes = (len(names), len(info), 1024, 4096)
+    data, headers = b"\0" * 64, b""
+    for (name, content), size in zip(contents, sizes):
+        headers += struct.pack("<IIQQQQ", name, 0, 0, 0, len(data), size) + b"\0" * 24
+        data += content
+    header = bytearray(data[:64])
+    header[:4] = b"\x7fELF"
+    struct.pack_into("<Q", header, 0x28, len(data))
+    struct.pack_into("<HHH", header, 0x3A, 64, len(contents), 0)
+    return bytes(header) + data[64:] + headers
 """
 KERNELS = """\
 def symbol(name):
@@ -87,7 +110,9 @@ def test_every_kernel_for_every_architecture(tmp_path: Path) -> None:
     for result in results:
         assert result.package == "standin"
         assert result.registers == int(result.arch[3:-1])
-        assert (result.stack, result.spill_stores, result.spill_loads) == (16, 4, 8)
+        told = (4, 8) if compile_worker.reports_resources() else (None, None)
+        known = (0, 0, 0) if result.name == "first" else (16, *told)
+        assert (result.stack, result.spill_stores, result.spill_loads) == known
         assert result.shared_bytes == (4096 if result.name == "second" else 1024)
         assert 0 <= result.seconds < 5
 
@@ -142,7 +167,10 @@ def test_keep(tmp_path: Path) -> None:
     expected = {f"{name}.{suffix}" for name in names for suffix in ("ptx", "cubin")}
     assert {path.name for path in keep.iterdir()} == expected
     assert (keep / "second.sm_90a.ptx").read_text() == "second"
-    assert (keep / "second.sm_90a.cubin").read_text() == "sm_90a"
+    used = compile_worker.resources_of_cubin(
+        (keep / "second.sm_90a.cubin").read_bytes()
+    )
+    assert used["registers"] == 90
 
 
 def test_two_packages_of_one_name(tmp_path: Path) -> None:
@@ -229,7 +257,7 @@ def test_workers_share_the_work(tmp_path: Path) -> None:
     (package / "kernels.py").write_text(source)
     compile_kernels(jobs_of(package), processes=2)
     workers = note.read_text().split()
-    assert len(workers) == 4
+    assert len(workers) >= 4  # kernels with a stack may be compiled twice
     assert len(set(workers)) == 2
 
 
