@@ -332,7 +332,10 @@ def _target(target: TargetPlan, tokens: int | None) -> Section:
             ),
             Fact(
                 "projection_registers",
-                max(projection_registers(plan, group) for group in target.groups),
+                max(
+                    projection_registers(plan, row.group, row.fn_octets)
+                    for row in target.token_groups
+                ),
                 f"estimated, for the projection of {target.groups[-1]} tokens",
             ),
             Fact(
@@ -345,6 +348,11 @@ def _target(target: TargetPlan, tokens: int | None) -> Section:
             *(
                 Fact(f"at_once_group_{row.group}", row.at_once, _at_once(target, row))
                 for row in distinct_groups
+            ),
+            *(
+                Fact(f"fn_octets_group_{row.group}", row.fn_octets, _octets(plan, row))
+                for row in distinct_groups
+                if plan.splits_fn
             ),
             Fact(
                 "shared_limit",
@@ -376,13 +384,20 @@ def _at_once(target: TargetPlan, row: TokenGroup) -> str:
     return (
         f"= {fragments} fragment{'s' * (fragments > 1)} of a thread / {turns} "
         f"turn{'s' * (turns > 1)}, rounded up: takes about "
-        f"{boundary_registers(plan, row.at_once)} registers"
+        f"{boundary_registers(plan, row.at_once, row.fn_octets)} registers"
     )
 
 
+def _octets(plan: Plan, row: TokenGroup) -> str:
+    rest = plan.fn_octets - row.fn_octets
+    blocks = f"{row.blocks} block{'s' * (row.blocks > 1)} a multiprocessor"
+    return f"octets of fn's rows in registers, {rest} in shared memory; {blocks}"
+
+
 def _shared(target: TargetPlan, row: TokenGroup) -> str:
-    fn = f"{target.fn_bytes} of fn + " if target.fn_bytes else ""
-    each, rest = divmod(row.shared_bytes - target.fn_bytes, row.group)
+    fn_bytes = target.fn_bytes(row.fn_octets)
+    fn = f"{fn_bytes} of fn + " if fn_bytes else ""
+    each, rest = divmod(row.shared_bytes - fn_bytes, row.group)
     padding = f" + {rest} of alignment" if rest else ""
     return f"= {fn}{row.group} token{'s' * (row.group > 1)} x {each} bytes{padding}"
 
@@ -407,7 +422,7 @@ def _dispatch(target: TargetPlan) -> list[dict[str, Any]]:
                 f"{-(-row.max_tokens // row.group)}",
                 "launches": row.launches,
                 **({"finalizes": row.finalizes} if target.plan.spec.moe else {}),
-                "reason": launches_fault(target, row.max_tokens, row.group)
+                "reason": launches_fault(target, row.max_tokens, row.group, row.blocks)
                 or _LAUNCHES[row.launches],
             }
         )

@@ -38,6 +38,10 @@ MBARRIER_BYTES = 8
 FINALIZING_GROUP = 1  # tokens of a cluster whose boundary also closes routed sums
 FEW_TOKENS = 2  # whose pre-mix each lane of a boundary computes for itself
 MOST_AT_ONCE = 5  # fragments whose arrival a thread awaits together
+RESERVED_SHARED_BYTES = 1024  # of a block, by the driver
+# Registers that the compiler does without where two blocks are to share a
+# multiprocessor, and spills none: measured on DSL 4.8.1.
+BOUND_SAVES = 16
 FEWEST_TOKENS = 4  # tokens a cluster that fn must leave room for in shared memory
 TRIPS = (1, 2, 4, 8, 16, 32)  # what the plan picks from
 TOKEN_GROUPS = (1, 2, 3, 4, 5, 7, 9, 16)  # what the plan picks from
@@ -89,6 +93,8 @@ class TokenGroup:
         group: Tokens that one cluster takes together.
         at_once: Fragments that a thread takes at once, of all those of its tokens.
         shared_bytes: Shared memory of a block.
+        fn_octets: Octets of fn's rows that threads keep in registers.
+        blocks: Blocks that share a multiprocessor.
         launches: 1 where the boundary publishes itself, 2 where a launch before it
             does, or where there is nothing to publish.
         finalizes: Whether a boundary that publishes itself closes routed sums, too.
@@ -98,6 +104,8 @@ class TokenGroup:
     group: int
     at_once: int
     shared_bytes: int
+    fn_octets: int
+    blocks: int
     launches: int
     finalizes: bool
 
@@ -240,8 +248,13 @@ class TargetPlan:
         """Registers that a boundary thread may use with one block a multiprocessor."""
         return register_limit(self.launched_threads)
 
-    def shared_bytes(self, group: int) -> int:
-        """Shared memory of one boundary block that takes ``group`` tokens."""
+    def shared_bytes(self, group: int, fn_octets: int | None = None) -> int:
+        """Shared memory of one boundary block that takes ``group`` tokens.
+
+        Args:
+            group: Tokens of a cluster.
+            fn_octets: As in ``held_octets``.
+        """
         plan = self.plan
         stages = (
             group * (plan.last_sum + 1) * self.cluster_size * 4,  # sums of the blocks
@@ -253,16 +266,25 @@ class TargetPlan:
             self.warps * group * plan.sums_stride * 4,  # partial sums
             0 if plan.delayed else group * self.warps * 4,  # squares of the warps
             0 if plan.delayed or group <= FEW_TOKENS else group * plan.hc * 4,  # pre
-            self.fn_bytes,
+            self.fn_bytes(fn_octets),
         )
         return sum(aligned(stage, FRAGMENT_BYTES) for stage in stages)
 
-    @property
-    def fn_bytes(self) -> int:
-        """Shared memory that holds a block's part of fn, if that is its home."""
-        if self.plan.fn_home != "shared":
+    def fn_bytes(self, fn_octets: int | None = None) -> int:
+        """Shared memory that holds a block's part of fn, or what registers leave of it.
+
+        Args:
+            fn_octets: As in ``held_octets``.
+        """
+        plan = self.plan
+        if plan.fn_home == "global":
             return 0
-        return self.threads * self.plan.fn_thread_bytes
+        rest = plan.fn_octets - plan.held_octets(fn_octets)
+        return self.threads * (plan.fn_thread_bytes * rest // plan.fn_octets)
+
+    def row_of(self, group: int) -> TokenGroup:
+        """The first dispatch row of a token group; StopIteration if there is none."""
+        return next(row for row in self.token_groups if row.group == group)
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -308,13 +330,13 @@ class TargetPlan:
             tokens: M.
             publishes: The transport of its own publish, or None.
         """
-        group = self.token_group(tokens).group
+        row = self.token_group(tokens)
         return Launch(
-            self.plan.boundary_name(group, publishes),
-            (self.cluster_size, -(-tokens // group), 1),
+            self.plan.boundary_name(row.group, publishes),
+            (self.cluster_size, -(-tokens // row.group), 1),
             self.launched_threads,
             self.cluster_size,
-            self.shared_bytes(group),
+            row.shared_bytes,
         )
 
     def mixes_launch(self, tokens: int) -> Launch:
@@ -720,6 +742,34 @@ class Plan:
         """Bytes of fn that one thread multiplies."""
         return self.fn_fragments * FRAGMENT_BYTES
 
+    def held_octets(self, wanted: int | None = None) -> int:
+        """Octets of fn's rows that a thread keeps in registers.
+
+        Args:
+            wanted: What a token group asks for; None for all that the design keeps.
+        """
+        if self.fn_home != "registers":
+            return 0
+        return self.fn_octets if wanted is None else wanted
+
+    @cached_property
+    def splits_fn(self) -> bool:
+        """Whether some boundaries keep a part of fn in registers, and copy the rest."""
+        return any(
+            row.fn_octets < self.held_octets()
+            for target in self.targets
+            for row in target.token_groups
+        )
+
+    def row_arguments(self, row: TokenGroup) -> str:
+        """A dispatch row as a package's ``TokenGroup`` takes it."""
+        values: list[object] = [row.max_tokens, row.group, row.at_once]
+        values.append(row.shared_bytes)
+        values += [row.fn_octets, row.blocks] * self.splits_fn
+        values += [row.launches] * (self.tp > 1)
+        values += [row.finalizes] * self.finalizes_inside
+        return ", ".join(map(str, values))
+
     @property
     def fn_partial_octet(self) -> bool:
         """Whether the rows of fn end within an octet."""
@@ -922,17 +972,22 @@ def working_registers(plan: Plan) -> int:
     return 58 + 2 * plan.hc + plan.lane_map.polls // 2
 
 
-def boundary_registers(plan: Plan, at_once: int = 1) -> int:
+def boundary_registers(
+    plan: Plan, at_once: int = 1, fn_octets: int | None = None
+) -> int:
     """Registers that a boundary's thread needs for the tokens' rows.
 
-    It holds its part of fn, if that is at home there, and the arrived fragments that
-    it takes at once.
+    It holds its part of fn, as far as that is at home there, and the arrived fragments
+    that it takes at once.
     """
-    fn = plan.fn_fragments * FRAGMENT_WORDS if plan.fn_home == "registers" else 0
+    held = plan.fn_fragments * plan.held_octets(fn_octets) // plan.fn_octets
+    fn = held * FRAGMENT_WORDS
     return fn + at_once * plan.lane_map.polls * FRAGMENT_WORDS + working_registers(plan)
 
 
-def fragments_at_once(plan: Plan, group: int, limit: int) -> int:
+def fragments_at_once(
+    plan: Plan, group: int, limit: int, fn_octets: int | None = None
+) -> int:
     """Fragments that a thread takes at once, of those of its ``group`` tokens.
 
     As many as registers allow, and about as many each time.
@@ -940,18 +995,20 @@ def fragments_at_once(plan: Plan, group: int, limit: int) -> int:
     items = group * plan.trips
     # In trips, collapsed fragments take registers as well.
     numbers = range(1, MOST_AT_ONCE + 1) if plan.trips == 1 else (1, 2)
-    fitting = [n for n in numbers if boundary_registers(plan, n) <= limit]
+    fitting = [n for n in numbers if boundary_registers(plan, n, fn_octets) <= limit]
     most = max(fitting, default=1)
     return -(-items // -(-items // most))
 
 
-def projection_registers(plan: Plan, group: int) -> int:
+def projection_registers(plan: Plan, group: int, fn_octets: int | None = None) -> int:
     """Registers that a boundary's thread needs to project ``group`` tokens."""
     if plan.projection == "fma":
         held = plan.fn_fragments if plan.fn_home == "registers" else MAX_FN_AHEAD
         return held * FRAGMENT_WORDS + FMA_REGISTERS
+    held_octets = plan.held_octets(fn_octets)
+    held = plan.fn_fragments * held_octets // plan.fn_octets
     homes = {
-        "registers": plan.fn_fragments,
+        "registers": held + plan.fn_octets - held_octets,
         "shared": plan.fn_octets,
         # The compiler takes more of them ahead: measured on DSL 4.8.1.
         "global": 3 * plan.fn_octets + plan.fn_ahead,
@@ -965,17 +1022,20 @@ def projection_registers(plan: Plan, group: int) -> int:
     return held + totals + addresses + PROJECTION_REGISTERS
 
 
-def group_fault(target: TargetPlan, group: int) -> str | None:
+def group_fault(
+    target: TargetPlan, group: int, fn_octets: int | None = None
+) -> str | None:
     """Why a cluster cannot take so many tokens together, or None where it can."""
     plan, name = target.plan, target.arch
     tokens = f"{group} token{'s' * (group > 1)}"
-    needed, limit = target.shared_bytes(group), target.architecture.shared_bytes
+    needed = target.shared_bytes(group, fn_octets)
+    limit = target.architecture.shared_bytes
     if needed > limit:
         return (
             f"a group of {tokens} needs {needed} bytes of shared memory; {name} has "
             f"{limit}"
         )
-    registers = projection_registers(plan, group)
+    registers = projection_registers(plan, group, fn_octets)
     if registers > target.register_limit:
         return (
             f"to project a group of {tokens} takes about {registers} registers a "
@@ -1051,25 +1111,60 @@ def choose_token_groups(target: TargetPlan) -> Iterator[TokenGroup]:
 
 
 def plan_group(
-    target: TargetPlan, max_tokens: int, group: int, launches: int | None
+    target: TargetPlan,
+    max_tokens: int,
+    group: int,
+    launches: int | None,
+    fn_octets: int | None = None,
 ) -> TokenGroup:
     """One row of a dispatch table."""
     plan = target.plan
+    blocks = blocks_together(target, group, fn_octets)
     if launches is None:
-        launches = 1 if launches_fault(target, max_tokens, group) is None else 2
-    at_once = fragments_at_once(plan, group, target.register_limit)
-    shared_bytes = target.shared_bytes(group)
-    finalizes = plan.finalizes_inside and launches == 1 and group <= FINALIZING_GROUP
-    return TokenGroup(max_tokens, group, at_once, shared_bytes, launches, finalizes)
+        launches = 1 if launches_fault(target, max_tokens, group, blocks) is None else 2
+    limit = target.register_limit
+    if blocks > 1:
+        limit = register_limit(blocks * target.launched_threads) + BOUND_SAVES
+    return TokenGroup(
+        max_tokens=max_tokens,
+        group=group,
+        at_once=fragments_at_once(plan, group, limit, fn_octets),
+        shared_bytes=target.shared_bytes(group, fn_octets),
+        fn_octets=plan.held_octets(fn_octets),
+        blocks=blocks,
+        launches=launches,
+        finalizes=plan.finalizes_inside and launches == 1 and group <= FINALIZING_GROUP,
+    )
 
 
-def launches_fault(target: TargetPlan, max_tokens: int, group: int) -> str | None:
+def blocks_together(target: TargetPlan, group: int, fn_octets: int | None) -> int:
+    """Blocks of a boundary that are to share a multiprocessor: one or two.
+
+    Two where they fit, because threads keep less of fn in registers than they could:
+    the one waits, for its launch or for other ranks, while the other works.
+    """
+    plan = target.plan
+    if plan.held_octets(fn_octets) == plan.held_octets():
+        return 1
+    limit = register_limit(2 * target.launched_threads)
+    shared = 2 * (target.shared_bytes(group, fn_octets) + RESERVED_SHARED_BYTES)
+    fits = (
+        boundary_registers(plan, 1, fn_octets) <= limit + BOUND_SAVES
+        and projection_registers(plan, group, fn_octets) <= limit
+        and shared <= target.architecture.shared_bytes + RESERVED_SHARED_BYTES
+    )
+    return 2 if fits else 1
+
+
+def launches_fault(
+    target: TargetPlan, max_tokens: int, group: int, blocks: int
+) -> str | None:
     """Why a boundary cannot publish itself, or None where it can.
 
     Its blocks wait for those of other ranks, so all must run at once everywhere.
     """
     clusters = -(-max_tokens // group)
-    wave = clusters_at_once(target.architecture, target.cluster_size)
+    wave = clusters_at_once(target.architecture, target.cluster_size, blocks)
     if target.plan.tp == 1:
         return "one rank has nothing to publish"
     if clusters > wave:
@@ -1077,17 +1172,19 @@ def launches_fault(target: TargetPlan, max_tokens: int, group: int) -> str | Non
     return None
 
 
-def launches_hint(target: TargetPlan, group: int) -> str | None:
+def launches_hint(target: TargetPlan, group: int, blocks: int) -> str | None:
     """What calls of a token group one launch can serve; None if there are none."""
     if target.plan.tp == 1:
         return None
-    wave = clusters_at_once(target.architecture, target.cluster_size)
+    wave = clusters_at_once(target.architecture, target.cluster_size, blocks)
     return f"or end the entry at {wave * group} tokens"
 
 
-def clusters_at_once(architecture: Architecture, cluster_size: int) -> int:
-    """Clusters that run together, one block a multiprocessor."""
-    return architecture.cluster_8_capacity * PORTABLE_CLUSTER // cluster_size
+def clusters_at_once(
+    architecture: Architecture, cluster_size: int, blocks: int = 1
+) -> int:
+    """Clusters that run together, ``blocks`` blocks a multiprocessor."""
+    return blocks * architecture.cluster_8_capacity * PORTABLE_CLUSTER // cluster_size
 
 
 def target_problems(
@@ -1121,9 +1218,13 @@ def target_problems(
             ]
     problems = []
     planned = plan_target(plan, architecture, target)
+    problems += fn_octets_problems(plan, target, key)
+    if problems:
+        return problems
     for index, row in enumerate(target.token_groups or ()):
         if row.launches == 1:
-            fault = launches_fault(planned, row.max_tokens, row.group)
+            blocks = planned.token_groups[index].blocks
+            fault = launches_fault(planned, row.max_tokens, row.group, blocks)
             if fault is not None:
                 problems.append(
                     Problem(
@@ -1131,15 +1232,15 @@ def target_problems(
                         fault,
                         given="1",
                         allowed="2",
-                        hint=launches_hint(planned, row.group),
+                        hint=launches_hint(planned, row.group, blocks),
                     )
                 )
-        fault = group_fault(planned, row.group)
+        fault = group_fault(planned, row.group, row.fn_octets)
         if fault is not None:
             fits = max(
                 group
                 for group in range(1, row.group)
-                if group_fault(planned, group) is None
+                if group_fault(planned, group, row.fn_octets) is None
             )
             problems.append(
                 Problem(
@@ -1161,6 +1262,49 @@ def target_problems(
                 hint="or give all token groups of the target one shape",
             )
         )
+    return problems
+
+
+def fn_octets_problems(
+    plan: Plan, target: Target, key: tuple[str, ...]
+) -> list[Problem]:
+    """What keeps token groups from keeping a part of fn in registers alone."""
+    problems = []
+    seen: dict[int, int | None] = {}
+    for index, row in enumerate(target.token_groups or ()):
+        loc: tuple[str | int, ...] = (*key, "token_groups", index, "fn_octets")
+        before = seen.setdefault(row.group, row.fn_octets)
+        if before != row.fn_octets:
+            problems.append(
+                Problem(
+                    loc,
+                    f"another row of groups of {row.group} asks for another number, "
+                    "and they share their kernels",
+                    given=str(row.fn_octets),
+                    allowed=str(before),
+                )
+            )
+        if row.fn_octets is None:
+            continue
+        if plan.projection == "fma" or plan.fn_home != "registers":
+            problems.append(
+                Problem(
+                    loc,
+                    "registers hold a part of fn where tensor cores multiply with it "
+                    "and all of it would fit",
+                    given=str(row.fn_octets),
+                    allowed="null",
+                )
+            )
+        elif row.fn_octets > plan.fn_octets:
+            problems.append(
+                Problem(
+                    loc,
+                    f"fn has {plan.fn_octets} octets of rows, of {plan.mix} rows",
+                    given=str(row.fn_octets),
+                    allowed=f"a whole number from 0 to {plan.fn_octets}",
+                )
+            )
     return problems
 
 
@@ -1189,7 +1333,7 @@ def plan_target(plan: Plan, architecture: Architecture, target: Target) -> Targe
         )
     else:
         token_groups = tuple(
-            plan_group(planned, row.max_tokens, row.group, row.launches)
+            plan_group(planned, row.max_tokens, row.group, row.launches, row.fn_octets)
             for row in target.token_groups
         )
         groups_reason = "from the spec"
