@@ -422,7 +422,7 @@ def used_imports(text: str) -> str:
 
     Templates import all that some plan uses; not every plan's modules define it.
     """
-    module = ast.parse(text)
+    module = _parsed(text)
     used = {node.id for node in ast.walk(module) if isinstance(node, ast.Name)}
     # Such as the names in __all__.
     used |= {str(n.value) for n in ast.walk(module) if isinstance(n, ast.Constant)}
