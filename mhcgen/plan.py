@@ -282,6 +282,19 @@ class TargetPlan:
         rest = plan.fn_octets - plan.held_octets(fn_octets)
         return self.threads * (plan.fn_thread_bytes * rest // plan.fn_octets)
 
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The dispatch rows, each as a package's ``TokenGroup`` takes it."""
+        plan = self.plan
+        names = ["max_tokens", "group", "at_once", "shared_bytes"]
+        names += ["fn_octets", "blocks"] * plan.splits_fn
+        names += ["launches"] * (plan.tp > 1)
+        names += ["finalizes"] * plan.finalizes_inside
+        return tuple(
+            ", ".join(str(getattr(row, name)) for name in names)
+            for row in self.token_groups
+        )
+
     def row_of(self, group: int) -> TokenGroup:
         """The first dispatch row of a token group; StopIteration if there is none."""
         return next(row for row in self.token_groups if row.group == group)
@@ -761,15 +774,6 @@ class Plan:
             for row in target.token_groups
         )
 
-    def row_arguments(self, row: TokenGroup) -> str:
-        """A dispatch row as a package's ``TokenGroup`` takes it."""
-        values: list[object] = [row.max_tokens, row.group, row.at_once]
-        values.append(row.shared_bytes)
-        values += [row.fn_octets, row.blocks] * self.splits_fn
-        values += [row.launches] * (self.tp > 1)
-        values += [row.finalizes] * self.finalizes_inside
-        return ", ".join(map(str, values))
-
     @property
     def fn_partial_octet(self) -> bool:
         """Whether the rows of fn end within an octet."""
@@ -904,7 +908,7 @@ def make_plan(spec: Spec) -> Plan:
     problems = model_problems(Plan(spec))
     if problems:
         raise PlanError(problems)
-    for _, designs in groupby(DESIGNS, key=lambda design: design.trips):
+    for _, designs in groupby(designs_for(spec), key=lambda design: design.trips):
         for design in designs:
             plan = Plan(spec, design)
             problems = plan_problems(plan)
@@ -914,6 +918,16 @@ def make_plan(spec: Spec) -> Plan:
         if all("token_groups" in problem.loc for problem in problems):
             break
     raise PlanError(problems)
+
+
+def designs_for(spec: Spec) -> list[Design]:
+    """The designs that can serve a spec, in order of preference.
+
+    Where it says how much of fn registers hold, fn is at home there.
+    """
+    rows = [row for t in spec.targets.values() for row in t.token_groups or ()]
+    splits = any(row.fn_octets is not None for row in rows)
+    return [d for d in DESIGNS if d.fn_home == "registers" or not splits]
 
 
 def plan_problems(plan: Plan) -> list[Problem]:
@@ -949,6 +963,8 @@ def model_problems(plan: Plan) -> list[Problem]:
                 hint="or set model.pre_mix to delayed",
             )
         )
+    for name, target in plan.spec.targets.items():
+        problems += fn_octets_problems(plan, name, target)
     if plan.mailbox.total_bytes > INT32_MAX:
         fits = INT32_MAX // (GENERATIONS * plan.tp * plan.mailbox.row_bytes)
         problems.append(
@@ -1062,9 +1078,10 @@ def cluster_fault(
         )
     needed = boundary_registers(plan)
     if needed > target.register_limit:
+        with_fn = " with fn in them" if plan.fn_home == "registers" else ""
         return (
             f"{target.launched_threads} threads a block leave {target.register_limit} "
-            f"registers a thread, and the boundary needs about {needed}"
+            f"registers a thread, and the boundary needs about {needed}{with_fn}"
         )
     # With fn in shared memory, little room for tokens is a bad bargain.
     fewest = min(FEWEST_TOKENS, plan.capacity) if plan.fn_home == "shared" else 1
@@ -1156,6 +1173,19 @@ def blocks_together(target: TargetPlan, group: int, fn_octets: int | None) -> in
     return 2 if fits else 1
 
 
+def shared_octets(target: TargetPlan, group: int) -> int | None:
+    """The fewest octets of fn to move from registers to shared memory for two blocks.
+
+    None where no number makes two blocks of a boundary share a multiprocessor.
+    """
+    held = target.plan.held_octets()
+    if target.plan.projection == "fma":
+        return None
+    moved = range(1, held + 1)
+    fitting = (n for n in moved if blocks_together(target, group, held - n) > 1)
+    return next(fitting, None)
+
+
 def launches_fault(
     target: TargetPlan, max_tokens: int, group: int, blocks: int
 ) -> str | None:
@@ -1218,9 +1248,6 @@ def target_problems(
             ]
     problems = []
     planned = plan_target(plan, architecture, target)
-    problems += fn_octets_problems(plan, target, key)
-    if problems:
-        return problems
     for index, row in enumerate(target.token_groups or ()):
         if row.launches == 1:
             blocks = planned.token_groups[index].blocks
@@ -1265,52 +1292,33 @@ def target_problems(
     return problems
 
 
-def fn_octets_problems(
-    plan: Plan, target: Target, key: tuple[str, ...]
-) -> list[Problem]:
-    """What keeps token groups from keeping a part of fn in registers alone."""
+def fn_octets_problems(plan: Plan, name: str, target: Target) -> list[Problem]:
+    """Faults of what a target says about fn's place."""
     problems = []
     seen: dict[int, int | None] = {}
     for index, row in enumerate(target.token_groups or ()):
-        loc: tuple[str | int, ...] = (*key, "token_groups", index, "fn_octets")
+        fault, allowed = None, f"a whole number from 0 to {plan.fn_octets}"
         before = seen.setdefault(row.group, row.fn_octets)
-        if before != row.fn_octets:
-            problems.append(
-                Problem(
-                    loc,
-                    f"another row of groups of {row.group} asks for another number, "
-                    "and they share their kernels",
-                    given=str(row.fn_octets),
-                    allowed=str(before),
-                )
+        if row.fn_octets is not None and plan.projection == "fma":
+            fault, allowed = "a projection by FMA keeps fn in one place", "null"
+        elif (row.fn_octets or 0) > plan.fn_octets:
+            fault = f"fn has {plan.fn_octets} octets of rows, of {plan.mix} rows"
+        elif before != row.fn_octets:
+            allowed = "null" if before is None else str(before)
+            fault = (
+                f"another row of groups of {row.group} says otherwise, and they share "
+                "their kernels"
             )
-        if row.fn_octets is None:
-            continue
-        if plan.projection == "fma" or plan.fn_home != "registers":
-            problems.append(
-                Problem(
-                    loc,
-                    "registers hold a part of fn where tensor cores multiply with it "
-                    "and all of it would fit",
-                    given=str(row.fn_octets),
-                    allowed="null",
-                )
-            )
-        elif row.fn_octets > plan.fn_octets:
-            problems.append(
-                Problem(
-                    loc,
-                    f"fn has {plan.fn_octets} octets of rows, of {plan.mix} rows",
-                    given=str(row.fn_octets),
-                    allowed=f"a whole number from 0 to {plan.fn_octets}",
-                )
-            )
+        if fault is not None:
+            loc = ("targets", name, "token_groups", index, "fn_octets")
+            given = "null" if row.fn_octets is None else str(row.fn_octets)
+            problems.append(Problem(loc, fault, given=given, allowed=allowed))
     return problems
 
 
 def served_clusters(plan: Plan, architecture: Architecture) -> list[int]:
     """The cluster sizes that some design can serve, rising."""
-    plans = [Plan(plan.spec, design) for design in DESIGNS]
+    plans = [Plan(plan.spec, design) for design in designs_for(plan.spec)]
     return sorted({size for p in plans for size in legal_clusters(p, architecture)})
 
 

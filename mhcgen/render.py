@@ -127,6 +127,7 @@ def resolved(plan: Plan) -> Spec:
                 {
                     "max_tokens": row.max_tokens,
                     "group": row.group,
+                    **({"fn_octets": row.fn_octets} if plan.splits_fn else {}),
                     **({"launches": row.launches} if plan.tp > 1 else {}),
                 }
                 for row in target.token_groups

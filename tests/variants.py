@@ -74,6 +74,23 @@ VARIANTS = (
         outputs=MEANS,
         cluster_size=1,
     ),
+    variant(
+        "split_fn",
+        hidden=256,
+        groups=[
+            {"max_tokens": 2, "group": 1},
+            {"max_tokens": 8, "group": 3, "fn_octets": 1},
+        ],
+    ),
+    variant(
+        "delayed_split_fn",
+        tp=4,
+        pre_mix="delayed",
+        groups=[
+            {"max_tokens": 2, "group": 1, "fn_octets": 0},
+            {"max_tokens": 8, "group": 3, "fn_octets": 2},
+        ],
+    ),
     variant("tail", tp=4, mixes="tail"),
     variant("tail_of_one_rank", hc=1, tp=1, mixes="tail"),
     variant(
