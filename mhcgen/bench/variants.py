@@ -112,9 +112,9 @@ class VariantTimer:
         """Medians of publish and boundary at one M, replays interleaved."""
         any_package = next(iter(self._packages.values()))
         inputs = Inputs(self._machine, any_package, m)
-        graphs = {c: capture(self._call(c, inputs)) for c in wanted}
-        spreads = interleaved({c: partial(replay, g) for c, g in graphs.items()})
-        del graphs
+        recordings = {c: capture(self._call(c, inputs)) for c in wanted}
+        spreads = interleaved({c: partial(replay, r) for c, r in recordings.items()})
+        del recordings
         gc.collect()
         return agreed({c: spread.median for c, spread in spreads.items()})
 
