@@ -150,6 +150,13 @@ def compile_(
         Path | None,
         typer.Option(metavar="DIR", help="Keep the PTX and cubin of each kernel here."),
     ] = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Keep what loading the packages needs here, for MHCGEN_CACHE.",
+        ),
+    ] = None,
     json_: AsJson = False,
     jobs: Jobs = None,
 ) -> None:
@@ -166,7 +173,7 @@ def compile_(
         kernels: list[Job] = []
         for package in packages:
             kept = keep / package.name if keep and len(packages) > 1 else keep
-            kernels += jobs_of(package, archs, kept)
+            kernels += jobs_of(package, archs, kept, cache)
         results = compile_all(kernels, jobs)
     if json_:
         print(json.dumps([asdict(result) for result in results], indent=2))
