@@ -449,6 +449,7 @@ class EmulatedRanks:
 
     def entry(self, hidden: Tensor, weights: Weights) -> Output:
         """Expands a hidden state, the same on all ranks."""
+        self.join()
         outputs = self._outputs(hidden.shape[0])
         launch = self.target.plan.ends_launches(hidden.shape[0])["entry"]
         given = {"hidden": hidden, **vars(weights)}
