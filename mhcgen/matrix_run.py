@@ -105,9 +105,8 @@ class Result:
 
     @property
     def spilled(self) -> int | None:
-        """The most bytes that a thread spills; None if it is not known."""
-        spilled = [kernel.spill_stores for kernel in self.kernels]
-        return max((each or 0 for each in spilled), default=None)
+        """The most bytes that a thread spills; None if nothing was compiled."""
+        return max((kernel.spilled for kernel in self.kernels), default=None)
 
 
 class StageError(Exception):
@@ -191,13 +190,31 @@ def check_one(candidate: Candidate, checks: Checks, compilers: Compilers) -> Res
         with package_of(plan, checks.out) as folder:
             if checks.compiled and archs:
                 with stage("compile"):
-                    kernels = compilers.run(jobs_of(folder, archs))
+                    jobs = jobs_of(folder, archs)
+                    kernels = compilers.run(jobs)
+                    check_spills(jobs, kernels)
             if checks.device and archs:
                 with stage("verify"):
                     cases = verified(folder, checks, archs)
     except StageError as error:
         failure = (error.stage, error.reason)
     return Result(candidate, clusters, tuple(kernels), cases, *failure)
+
+
+def check_spills(jobs: Sequence[Job], kernels: Sequence[CompiledKernel]) -> None:
+    """Makes sure that no kernel spills more than its plan says.
+
+    Raises:
+        CompileError: Those that do.
+    """
+    broken = [
+        f"{kernel.name} spills {kernel.spilled} bytes a thread for {kernel.arch}; its "
+        f"plan allows {job.row.may_spill}"
+        for job, kernel in zip(jobs, kernels, strict=True)
+        if kernel.spilled > job.row.may_spill
+    ]
+    if broken:
+        raise CompileError("\n".join(broken))
 
 
 @contextmanager

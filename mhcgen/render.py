@@ -200,7 +200,9 @@ def kernel_rows(target: TargetPlan) -> tuple[KernelRow, ...]:
         for shared in plan.shared_expert
     ]
     rows += [
-        KernelRow(name, size, threads, target.shared_bytes(group), group)
+        KernelRow(
+            name, size, threads, target.shared_bytes(group), group, target.may_spill
+        )
         for name, group in boundaries
     ]
     if plan.has_mixes_kernel:

@@ -13,7 +13,7 @@ import pytest
 
 from mhcgen import cli, matrix_run
 from mhcgen.build import write_files
-from mhcgen.compilation import CompileError, Job
+from mhcgen.compilation import CompiledKernel, CompileError, Job
 from mhcgen.errors import MhcgenError, PlanError, Problem, SpecError
 from mhcgen.matrix import (
     AXES,
@@ -27,7 +27,7 @@ from mhcgen.matrix import (
     sample,
 )
 from mhcgen.matrix_run import Checks, Compilers, check, why
-from mhcgen.plan import Plan
+from mhcgen.plan import Plan, TargetPlan
 from mhcgen.render import render
 from mhcgen.resources import resource
 from mhcgen.spec import Section, Spec
@@ -418,6 +418,29 @@ def test_compile_and_verify(file: Path) -> None:
     assert result.cases == 2
     assert result.registers is not None and result.registers > 32
     assert result.spilled == 0
+
+
+def test_a_spill_that_the_plan_does_not_allow(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spill(self: object, jobs: list[Job]) -> list[CompiledKernel]:
+        return [
+            CompiledKernel(job.package, job.row.name, job.arch, 64, 4, 8, 16, 0, 0.0)
+            for job in jobs
+        ]
+
+    monkeypatch.setattr(Compilers, "run", spill)
+    legal = expand(load_matrix(file)).legal[:1]
+    checks = Checks(file, compiled=True)
+    (result,) = check(legal, checks, 1, lambda name: None)
+    assert (result.stage, result.spilled) == ("compile", 8)
+    assert "boundary_1 spills 8 bytes a thread for sm_90a; its plan allows 0" in (
+        result.reason
+    )
+    monkeypatch.setattr(TargetPlan, "may_spill", 8)
+    (result,) = check(legal, checks, 1, lambda name: None)
+    assert "mixes spills" in result.reason
+    assert "boundary" not in result.reason
 
 
 def test_a_compiler_serves_until_it_dies(monkeypatch: pytest.MonkeyPatch) -> None:
