@@ -32,7 +32,7 @@ from mhcgen.verify.calls import run_calls
 from mhcgen.verify.cases import Case, Options, cases, default_tokens, first_partial
 from mhcgen.verify.compare import Errors
 from mhcgen.verify.inputs import draw
-from mhcgen.verify.on_cpu import check_constants
+from mhcgen.verify.on_cpu import check_constants, kernels_of
 from mhcgen.verify.on_cuda import GpuRanks, run_all
 from mhcgen.verify.report import Outcome, rows_of, show
 from mhcgen.verify.subject import Subject
@@ -137,6 +137,26 @@ def test_calls_show_every_input_and_every_kernel() -> None:
             for rows in call.routed:
                 absent = rows.expanded_idx_to_permuted_idx < 0
                 assert torch.equal(torch.isnan(rows.expert_weights), absent)
+
+
+def test_only_what_cases_launch_is_compiled() -> None:
+    """A package has kernels for many token groups and for both transports."""
+    folder = GENERATED / "glm53_tp2"
+    wanted = [
+        Case("sm_90a", "unicast", (1, 3), seed=0, stress=True),
+        Case("sm_90a", "unicast", (20,), seed=0),
+    ]
+    shared = {f"finalize_{t}{s}" for t in ("fp32", "bf16") for s in ("", "_shared")}
+    assert kernels_of(folder, wanted) == {
+        "mixes",
+        "publish_unicast",
+        *(f"{name}_unicast" for name in shared),
+        *(f"boundary_1_{name}_unicast" for name in shared),
+        *(f"boundary_{group}{name}" for group in (1, 2) for name in ("", "_unicast")),
+    }
+    both = [Case("sm_90a", each, (1,), seed=0) for each in ("unicast", "multicast")]
+    names = kernels_of(GENERATED / "glm53", both)
+    assert {"boundary_1_multicast", "boundary_1_unicast"} <= names
 
 
 # Comparison

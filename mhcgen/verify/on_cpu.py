@@ -7,10 +7,10 @@ takes the streams that the call before it returns.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -33,6 +33,8 @@ from mhcgen.emulator.package import (
     plan_of,
 )
 from mhcgen.errors import MhcgenError
+from mhcgen.plan import LOCAL
+from mhcgen.spec import Transport
 from mhcgen.verify.calls import run_calls
 from mhcgen.verify.cases import Case, Options, cases, check_choice
 from mhcgen.verify.compare import (
@@ -49,6 +51,7 @@ from mhcgen.verify.report import Outcome
 from mhcgen.verify.subject import Subject
 
 Result = TypeVar("Result")
+TRANSPORTS = (*get_args(Transport), LOCAL)
 
 
 def wanted_cases(folder: Path, options: Options) -> list[Case]:
@@ -81,7 +84,7 @@ def verify(
     """
     with tempfile.TemporaryDirectory(prefix="mhcgen-") as kept:
         archs = list(dict.fromkeys(case.arch for case in wanted))
-        names = kernels_of(folder, {case.transport for case in wanted})
+        names = kernels_of(folder, wanted)
         compile_ptx(folder, archs, Path(kept), names)
         packages = {}
         outcomes = []
@@ -110,13 +113,20 @@ def check_constants(folder: Path) -> None:
         )
 
 
-def kernels_of(folder: Path, transports: Collection[str]) -> set[str]:
-    """The kernels that some transports need."""
+def kernels_of(folder: Path, wanted: Sequence[Case]) -> set[str]:
+    """The kernels that cases launch: those of their transports and token groups."""
+    table = Subject.of_package(folder).token_groups
+    groups = {
+        next(group for most, group in table[case.arch] if m <= most)
+        for case in wanted
+        for m in case.tokens
+    }
+    transports = {case.transport for case in wanted}
     return {
-        job.row.name
-        for job in jobs_of(folder)
-        if not job.row.name.startswith(("publish", "finalize"))
-        or job.row.name.endswith(tuple(transports))
+        row.name
+        for row in (job.row for job in jobs_of(folder))
+        if (row.token_group is None or row.token_group in groups)
+        and row.name.endswith(tuple(transports)) == row.name.endswith(TRANSPORTS)
     }
 
 

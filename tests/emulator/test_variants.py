@@ -1,6 +1,8 @@
 """Kernels of every type, output and end, executed and compared with the reference."""
 
 import dataclasses
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +15,56 @@ from mhcgen.verify.inputs import plain_call
 from mhcgen.verify.on_cpu import as_numpy, run, weights_of
 from mhcgen.verify.subject import Subject
 from tests.emulator.conftest import Load
+from tests.shapes import SHAPES
 from tests.variants import VARIANTS
 
-pytestmark = pytest.mark.long
+IN_CI = (
+    "fp16_and_fp32",
+    "plus_one",
+    "delayed",
+    "tail",
+    "ends",
+    "ends_by_pre_mix",
+    "ends_of_one_rank",
+)
+"""With the shapes they show every value; `make long` runs the others, too."""
 
 
-@pytest.mark.parametrize("plan", VARIANTS, ids=lambda plan: plan.name)
+def params(plans: Iterable[Plan]) -> list[Any]:
+    return [
+        pytest.param(
+            plan, id=plan.name, marks=() if plan.name in IN_CI else pytest.mark.long
+        )
+        for plan in plans
+    ]
+
+
+def test_ci_runs_every_value() -> None:
+    plans = [*SHAPES, *(plan for plan in VARIANTS if plan.name in IN_CI)]
+    specs = [plan.spec for plan in plans]
+    precisions = [spec.precision for spec in specs]
+    assert {plan.hc for plan in plans} == {1, 2, 4, 8}
+    assert {plan.tp for plan in plans} == {1, 2, 4, 8, 16}
+    assert {plan.targets[0].cluster_size for plan in plans} >= {1, 2, 5, 7, 16}
+    assert {plan.fn_home for plan in plans} == {"registers", "shared", "global"}
+    assert {plan.projection for plan in plans} == {"tensor_cores", "fma"}
+    assert {precision.activation for precision in precisions} == {"bf16", "fp16"}
+    assert {precision.fn_weight for precision in precisions} == {"bf16", "fp32"}
+    assert {spec.model.pre_mix for spec in specs} == {"fresh", "delayed"}
+    assert {plan.norm_weight for plan in plans} == {"plain", "plus_one", "none"}
+    assert {spec.mixes for spec in specs} == {"side_stream", "tail"}
+    assert {spec.ends.entry for spec in specs} == {False, True}
+    assert {plan.exit_by for plan in plans} == {None, "mean", "sigmoid", "pre_mix"}
+    assert {plan.stream_mean for plan in plans} == {False, True}
+    assert {spec.batch_invariant for spec in specs} == {False, True}
+    assert {transport for plan in plans for transport in plan.transports} == {
+        "multicast",
+        "unicast",
+        "local",
+    }
+
+
+@pytest.mark.parametrize("plan", params(VARIANTS))
 def test_every_output(load: Load, plan: Plan) -> None:
     """One token, and a call whose last token group has two: every kind of input.
 
@@ -42,9 +88,7 @@ def ends_of(plan: Plan) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "plan",
-    [plan for plan in VARIANTS if plan.name in STRESSED or plan.ends],
-    ids=lambda plan: plan.name,
+    "plan", params(plan for plan in VARIANTS if plan.name in STRESSED or plan.ends)
 )
 def test_calls_in_flight(load: Load, plan: Plan) -> None:
     """Each call takes the streams, and the pre-mix, of the call or entry before it."""
@@ -59,10 +103,11 @@ def test_calls_in_flight(load: Load, plan: Plan) -> None:
     assert set().union(*(outcome.ends for outcome in outcomes)) == ends_of(plan)
 
 
-@pytest.mark.parametrize("name", ["plus_one", "fp32", "delayed", "fp16_means"])
-def test_a_token_has_the_same_bits_wherever_it_is(load: Load, name: str) -> None:
+@pytest.mark.parametrize(
+    "plan", params(plan for plan in VARIANTS if plan.spec.batch_invariant)
+)
+def test_a_token_has_the_same_bits_wherever_it_is(load: Load, plan: Plan) -> None:
     """Alone, in a group, first, last or between: the same on every rank, too."""
-    plan = next(plan for plan in VARIANTS if plan.name == name)
     (target,) = plan.targets
     package = load(plan, target.arch)
     ranks = EmulatedRanks(package, "unicast")
