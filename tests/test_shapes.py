@@ -151,7 +151,7 @@ def test_what_may_spill_spills_no_more_than_the_plan_says(tmp_path: Path) -> Non
 def test_a_projection_by_fma_takes_few_tokens_where_registers_are_few() -> None:
     """Beyond four, each thread would spill a hundred bytes and more."""
     sections = FP32 | {"moe": None, "groups": [{"max_tokens": 8, "group": 8}]}
-    with pytest.raises(PlanError, match="8 tokens takes about 132 registers a thread"):
+    with pytest.raises(PlanError, match="8 tokens takes about 132 registers"):
         shape("wide", 7168, 4, 4, **sections)
     assert shape("narrower", 5120, 4, 4, **sections).targets[0].groups == (8,)
 
