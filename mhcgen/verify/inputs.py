@@ -56,8 +56,11 @@ class Call:
 
     @property
     def hidden(self) -> Tensor:
-        """The hidden state that an entry takes, [M, H], the same on all ranks."""
-        return self.inputs.parts[0]
+        """The hidden state that an entry takes, [M, H], the same on all ranks.
+
+        The rows of the last rank, which are the hardest.
+        """
+        return self.inputs.parts[-1]
 
     @property
     def exit_weights(self) -> dict[str, Tensor]:

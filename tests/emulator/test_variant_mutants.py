@@ -189,5 +189,6 @@ def test_mutant_is_caught(load: Load, tmp_path: Path, mutant: Mutant) -> None:
     compile_kernels([job for job in jobs if job.row.name in mutant.kernels])
     changed = load_package(folder, target.arch, tmp_path / "ptx")
     programs = {**original.programs, **changed.programs}
-    package = EmulatedPackage(plan, target.arch, programs, changed.host)
+    host = {**original.host, **changed.host}
+    package = EmulatedPackage(plan, target.arch, programs, host)
     assert not is_right(package, mutant.kernels)
