@@ -508,6 +508,7 @@ def matrix_(
     checks = matrix_run.Checks(
         source, tuple(arch or ()), compiled, device, tokens, calls, out
     )
+    checks.sizes(1)  # refuses what is no number at once
     expansion = matrix.expand(matrix.load_matrix(source), only or ())
     picked = expansion.legal
     if sample is not None:

@@ -64,10 +64,10 @@ class Checks:
     calls: int | None = None
     out: Path | None = None
 
-    def options(self, archs: Sequence[str]) -> list[str]:
+    def options(self, archs: Sequence[str], tokens: str) -> list[str]:
         """What `mhcgen verify` is told, too."""
         words = [word for arch in archs for word in ("--arch", arch)]
-        words += ["--tokens", self.tokens] * bool(self.tokens)
+        words += ["--tokens", tokens] * bool(tokens)
         return words + ["--calls", str(self.calls)] * bool(self.calls)
 
     def command(self, name: str) -> str:
@@ -75,7 +75,20 @@ class Checks:
         words = ["mhcgen", "matrix", str(self.source), "--only", name]
         words += ["--compile"] * self.compiled
         words += ["--verify", str(self.device)] * bool(self.device)
-        return shlex.join(words + self.options(self.archs))
+        return shlex.join(words + self.options(self.archs, self.tokens))
+
+    def sizes(self, capacity: int) -> str:
+        """The sizes of calls that a spec's capacity allows, it instead of larger ones.
+
+        Raises:
+            MhcgenError: One is no number of tokens.
+        """
+        sizes = []
+        for word in self.tokens.split(",") if self.tokens else ():
+            if not word.strip().isdecimal() or int(word) < 1:
+                raise MhcgenError(f"--tokens {word}: give numbers of tokens, as in 1,3")
+            sizes.append(min(int(word), capacity))
+        return ",".join(map(str, dict.fromkeys(sizes)))
 
 
 @dataclass(frozen=True)
@@ -195,7 +208,8 @@ def check_one(candidate: Candidate, checks: Checks, compilers: Compilers) -> Res
                     check_spills(jobs, kernels)
             if checks.device and archs:
                 with stage("verify"):
-                    cases = verified(folder, checks, archs)
+                    options = checks.options(archs, checks.sizes(plan.capacity))
+                    cases = verified(folder, checks.device, options)
     except StageError as error:
         failure = (error.stage, error.reason)
     return Result(candidate, clusters, tuple(kernels), cases, *failure)
@@ -268,7 +282,7 @@ def is_current(folder: Path, plan: Plan) -> bool:
     )
 
 
-def verified(folder: Path, checks: Checks, archs: Sequence[str]) -> int:
+def verified(folder: Path, device: str, options: Sequence[str]) -> int:
     """Verifies a package in a process of its own; the number of cases.
 
     What a wrong kernel does to a device is then no other spec's concern.
@@ -279,8 +293,8 @@ def verified(folder: Path, checks: Checks, archs: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="mhcgen-") as temporary:
         report = Path(temporary, "verified.json")
         words = [sys.executable, "-m", "mhcgen", "verify", str(folder)]
-        words += ["--json", str(report), *checks.options(archs)]
-        words += ["--device", "cuda"] * (checks.device == "cuda")
+        words += ["--json", str(report), *options]
+        words += ["--device", "cuda"] * (device == "cuda")
         result = subprocess.run(words, capture_output=True, text=True, check=False)
         if result.returncode:
             raise MhcgenError(why(result.stdout, result.stderr))

@@ -406,6 +406,11 @@ def test_verification_is_told_what_was_asked_for(
     assert told[0][7:] == (
         ["--arch", "sm_90a", "--tokens", "1,3", "--calls", "2", "--device", "cuda"]
     )
+    # Its capacity is 8.
+    checks = Checks(file, device="cpu", tokens="8, 9,64")
+    check(legal, checks, 1, lambda name: None)
+    assert told[1][7:] == ["--arch", "sm_90a", "--tokens", "8"]
+    assert "--tokens '8, 9,64'" in checks.command("x")
 
 
 def render_nothing(plan: object) -> dict[object, str]:
@@ -577,6 +582,7 @@ def test_reports(run: Run, file: Path, tmp_path: Path) -> None:
         (["--report", "no/a.md"], "--report no/a.md: there is no folder no; make it"),
         (["--tokens", "1"], "--tokens: nothing is verified; add --verify cpu"),
         (["--calls", "2"], "--calls: nothing is verified"),
+        (["--verify", "cpu", "--tokens", "1,x"], "--tokens x: give numbers of tokens"),
     ],
 )
 def test_wrong_usage(
