@@ -505,11 +505,17 @@ def matrix_(
         for value in given:
             if value not in known:
                 raise MhcgenError(f"{option} {value}: choose one of {', '.join(known)}")
+    for option, is_given in (("--tokens", tokens), ("--calls", calls)):
+        if is_given and device is None:
+            raise MhcgenError(
+                f"{option}: nothing is verified; add --verify cpu or cuda"
+            )
     if report_ is not None:
-        matrix_report.check_format(report_)
+        matrix_report.check_place(report_)
     checks = matrix_run.Checks(
         source, tuple(arch or ()), compiled, device, tokens, calls, out
     )
+    checks.sizes(1)  # refuses what is no number at once
     expansion = matrix.expand(matrix.load_matrix(source), only or ())
     picked = expansion.legal
     if sample is not None:
@@ -520,7 +526,7 @@ def matrix_(
     show_matrix(report)
     if report_ is not None:
         write_whole(report_, report.text(report_))
-    if report.failures:
+    if report.failures or not report.results:
         raise typer.Exit(1)
 
 

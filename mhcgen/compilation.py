@@ -50,6 +50,11 @@ class CompiledKernel:
     shared_bytes: int
     seconds: float
 
+    @property
+    def spilled(self) -> int:
+        """Bytes that a thread stores or loads back; 0 if the compiler does not tell."""
+        return max(self.spill_stores or 0, self.spill_loads or 0)
+
 
 @dataclass(frozen=True)
 class Job:

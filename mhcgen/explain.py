@@ -16,6 +16,7 @@ from mhcgen.plan import (
     FRAGMENT_BYTES,
     FRAGMENT_ELEMENTS,
     GENERATIONS,
+    MANY_POLLS,
     PUBLISH_THREADS,
     Plan,
     TargetPlan,
@@ -338,6 +339,7 @@ def _target(target: TargetPlan, tokens: int | None) -> Section:
                 ),
                 f"estimated, for the projection of {target.groups[-1]} tokens",
             ),
+            Fact("may_spill", target.may_spill, _may_spill(target)),
             Fact(
                 "clusters_at_once",
                 clusters_at_once(target.architecture, target.cluster_size),
@@ -375,6 +377,16 @@ def _target(target: TargetPlan, tokens: int | None) -> Section:
 def _registers(plan: Plan) -> str:
     fn = f"{plan.fn_fragments} fragments of fn and " * (plan.fn_home == "registers")
     return f"for {fn}{plan.lane_map.polls} arrived fragments of one token"
+
+
+def _may_spill(target: TargetPlan) -> str:
+    if not target.may_spill:
+        return "bytes of a thread: no kernel spills"
+    if target.plan.fn_home == "global":
+        return "bytes of a boundary's thread: fn is loaded as far ahead as it can be"
+    if target.plan.lane_map.polls >= MANY_POLLS:
+        return "bytes of a boundary's thread: a lane has many ranks to poll"
+    return f"bytes of a boundary's thread: {target.register_limit} registers are few"
 
 
 def _at_once(target: TargetPlan, row: TokenGroup) -> str:

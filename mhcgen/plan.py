@@ -45,13 +45,17 @@ BOUND_SAVES = 16
 FEWEST_TOKENS = 4  # tokens a cluster that fn must leave room for in shared memory
 TRIPS = (1, 2, 4, 8, 16, 32)  # what the plan picks from
 TOKEN_GROUPS = (1, 2, 3, 4, 5, 7, 9, 16)  # what the plan picks from
+MAY_SPILL = 64  # bytes of a thread, where no promise is made
+MANY_POLLS = 8  # ranks that one lane polls
+FEW_REGISTERS = 128  # of a thread, where blocks have more than 384
 MIXES_THREADS = 32
 INT32_MAX = 2**31 - 1
 SHARED_EXPERT = {"optional": (False, True), "always": (True,), "never": (False,)}
 # Registers of the projection beyond those that hold fn and the totals.
 PROJECTION_REGISTERS = 40
-# Those of a projection by FMA beyond fn: 32 sums, a fragment and what is in work.
-FMA_REGISTERS = 80
+# Those of a projection by FMA beyond fn: 32 sums of four tokens, a fragment and what is
+# in work; and those for tokens beyond the four. Measured on DSL 4.8.1.
+FMA_REGISTERS, FMA_TOKENS, FMA_MORE_REGISTERS = 80, 4, 20
 
 FnHome = Literal["registers", "shared", "global"]
 FN_HOMES: tuple[FnHome, ...] = get_args(FnHome)
@@ -247,6 +251,20 @@ class TargetPlan:
     def register_limit(self) -> int:
         """Registers that a boundary thread may use with one block a multiprocessor."""
         return register_limit(self.launched_threads)
+
+    @property
+    def may_spill(self) -> int:
+        """Bytes that a boundary's thread may spill; 0 where the plan promises none.
+
+        The assembler loads fn from L2, and addresses of many ranks, as far ahead as
+        registers allow, and overshoots by a few. With few registers it does so as well
+        where they hold fn, or multiply by FMA. Measured on DSL 4.8.1: up to 56 bytes.
+        """
+        plan = self.plan
+        ahead = plan.fn_home == "global" or plan.lane_map.polls >= MANY_POLLS
+        full = plan.fn_home == "registers" or plan.projection == "fma"
+        tight = full and self.register_limit <= FEW_REGISTERS
+        return MAY_SPILL if ahead or tight else 0
 
     def shared_bytes(self, group: int, fn_octets: int | None = None) -> int:
         """Shared memory of one boundary block that takes ``group`` tokens.
@@ -1019,8 +1037,10 @@ def fragments_at_once(
 def projection_registers(plan: Plan, group: int, fn_octets: int | None = None) -> int:
     """Registers that a boundary's thread needs to project ``group`` tokens."""
     if plan.projection == "fma":
-        held = plan.fn_fragments if plan.fn_home == "registers" else MAX_FN_AHEAD
-        return held * FRAGMENT_WORDS + FMA_REGISTERS
+        # The compiler takes two more of them ahead.
+        held = plan.fn_fragments if plan.fn_home == "registers" else MAX_FN_AHEAD + 2
+        more = FMA_MORE_REGISTERS if group > FMA_TOKENS else 0
+        return held * FRAGMENT_WORDS + FMA_REGISTERS + more
     held_octets = plan.held_octets(fn_octets)
     held = plan.fn_fragments * held_octets // plan.fn_octets
     homes = {

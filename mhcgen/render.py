@@ -202,7 +202,14 @@ def kernel_rows(target: TargetPlan) -> tuple[KernelRow, ...]:
         for shared in plan.shared_expert
     ]
     rows += [
-        KernelRow(name, size, threads, target.row_of(group).shared_bytes, group)
+        KernelRow(
+            name,
+            size,
+            threads,
+            target.row_of(group).shared_bytes,
+            group,
+            target.may_spill,
+        )
         for name, group in boundaries
     ]
     if plan.has_mixes_kernel:

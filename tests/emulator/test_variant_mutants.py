@@ -5,15 +5,14 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+from mhcgen import reference
 from mhcgen.build import write_files
 from mhcgen.compilation import compile_kernels, jobs_of
-from mhcgen.emulator.errors import EmulatorError
 from mhcgen.emulator.package import EmulatedPackage, load_package
 from mhcgen.render import render
 from mhcgen.verify.cases import Case
 from mhcgen.verify.on_cpu import run
 from tests.emulator.conftest import Load
-from tests.emulator.test_variants import run_ends, run_passes
 from tests.variants import VARIANTS
 
 pytestmark = pytest.mark.mutants
@@ -161,15 +160,16 @@ MUTANTS = (
 
 def is_right(package: EmulatedPackage, kernels: tuple[str, ...]) -> bool:
     """Whether all is well in calls, or at the ends, of a few sizes."""
+    calls: list[tuple[int, ...]] = [(1,) * 3, (5,) * 3]
+    cases = [Case(package.arch, "unicast", m, 1) for m in calls]
     if kernels == ENDS:
-        try:
-            run_ends(package, 3)
-            run_passes(package)
-        except (AssertionError, EmulatorError):
-            return False
-        return True
-    sizes = ((1,) * 3, (5,) * 3)
-    return all(run(package, Case(package.arch, "unicast", m, 1)).ok for m in sizes)
+        every = (3,) * len(reference.VARIANTS)
+        cases = [Case(package.arch, "unicast", every, 1)]
+        cases += [
+            Case(package.arch, "unicast", (4, 1, 3), seed, stress=True)
+            for seed in range(3)
+        ]
+    return all(run(package, case).ok for case in cases)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -189,5 +189,6 @@ def test_mutant_is_caught(load: Load, tmp_path: Path, mutant: Mutant) -> None:
     compile_kernels([job for job in jobs if job.row.name in mutant.kernels])
     changed = load_package(folder, target.arch, tmp_path / "ptx")
     programs = {**original.programs, **changed.programs}
-    package = EmulatedPackage(plan, target.arch, programs, changed.host)
+    host = {**original.host, **changed.host}
+    package = EmulatedPackage(plan, target.arch, programs, host)
     assert not is_right(package, mutant.kernels)
