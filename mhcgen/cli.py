@@ -150,6 +150,13 @@ def compile_(
         Path | None,
         typer.Option(metavar="DIR", help="Keep the PTX and cubin of each kernel here."),
     ] = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Keep what loading the packages needs here, for MHCGEN_CACHE.",
+        ),
+    ] = None,
     json_: AsJson = False,
     jobs: Jobs = None,
 ) -> None:
@@ -166,7 +173,7 @@ def compile_(
         kernels: list[Job] = []
         for package in packages:
             kept = keep / package.name if keep and len(packages) > 1 else keep
-            kernels += jobs_of(package, archs, kept)
+            kernels += jobs_of(package, archs, kept, cache)
         results = compile_all(kernels, jobs)
     if json_:
         print(json.dumps([asdict(result) for result in results], indent=2))
@@ -498,11 +505,17 @@ def matrix_(
         for value in given:
             if value not in known:
                 raise MhcgenError(f"{option} {value}: choose one of {', '.join(known)}")
+    for option, is_given in (("--tokens", tokens), ("--calls", calls)):
+        if is_given and device is None:
+            raise MhcgenError(
+                f"{option}: nothing is verified; add --verify cpu or cuda"
+            )
     if report_ is not None:
-        matrix_report.check_format(report_)
+        matrix_report.check_place(report_)
     checks = matrix_run.Checks(
         source, tuple(arch or ()), compiled, device, tokens, calls, out
     )
+    checks.sizes(1)  # refuses what is no number at once
     expansion = matrix.expand(matrix.load_matrix(source), only or ())
     picked = expansion.legal
     if sample is not None:
@@ -513,7 +526,7 @@ def matrix_(
     show_matrix(report)
     if report_ is not None:
         write_whole(report_, report.text(report_))
-    if report.failures:
+    if report.failures or not report.results:
         raise typer.Exit(1)
 
 

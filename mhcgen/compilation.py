@@ -50,6 +50,11 @@ class CompiledKernel:
     shared_bytes: int
     seconds: float
 
+    @property
+    def spilled(self) -> int:
+        """Bytes that a thread stores or loads back; 0 if the compiler does not tell."""
+        return max(self.spill_stores or 0, self.spill_loads or 0)
+
 
 @dataclass(frozen=True)
 class Job:
@@ -61,6 +66,7 @@ class Job:
     row: KernelRow
     kernels: tuple[str, ...]
     keep: Path | None
+    cache: Path | None
 
     def request(self) -> str:
         """The job as one line for a worker."""
@@ -71,6 +77,7 @@ class Job:
             "kernel": self.row.name,
             "kernels": self.kernels,
             "keep": None if self.keep is None else str(self.keep),
+            "cache": None if self.cache is None else str(self.cache),
         }
         return json.dumps(content) + "\n"
 
@@ -100,7 +107,10 @@ class Job:
 
 
 def jobs_of(
-    folder: Path, archs: Collection[str] = (), keep: Path | None = None
+    folder: Path,
+    archs: Collection[str] = (),
+    keep: Path | None = None,
+    cache: Path | None = None,
 ) -> list[Job]:
     """The compilations of a package: each kernel for each architecture.
 
@@ -108,6 +118,7 @@ def jobs_of(
         folder: The package's folder.
         archs: The architectures to compile for; all of the package's, if empty.
         keep: A folder for the PTX and the cubin of each kernel.
+        cache: A folder for what loading the package finds there: MHCGEN_CACHE.
 
     Raises:
         MhcgenError: The folder is no package, or not for one of the architectures.
@@ -122,6 +133,7 @@ def jobs_of(
             row,
             tuple(row.name for row in rows),
             None if keep is None else keep.resolve(),
+            None if cache is None else cache.resolve(),
         )
         for arch, rows in manifest.kernels.items()
         if not archs or arch in archs
@@ -173,12 +185,16 @@ def compile_kernels(
         CompileError: A kernel does not compile; the others are given up.
         MhcgenError: A folder to keep things in cannot be made.
     """
-    for keep in {job.keep for job in jobs if job.keep is not None}:
+    wanted = {("--keep", job.keep) for job in jobs}
+    wanted |= {("--cache", job.cache) for job in jobs}
+    for option, folder in wanted:
         try:
-            keep.mkdir(parents=True, exist_ok=True)
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise MhcgenError(
-                f"--keep {keep}: {error.strerror}; name a folder that can be written"
+                f"{option} {folder}: {error.strerror}; name a folder that can be "
+                "written"
             ) from error
     count = min(processes or len(os.sched_getaffinity(0)), len(jobs))
     if not count:

@@ -59,13 +59,18 @@ def compiled(request: dict[str, Any]) -> dict[str, Any]:
         raise LookupError(f"kernels.py and manifest.json disagree about {differing}")
     compiler = importlib.import_module(f"{package}.runtime.compiler")
     start = time.perf_counter()
-    compiler.compile_kernel(table[name], kernels.symbol(name), arch, emptied_dump())
+    code = compiler.compile_kernel(
+        table[name], kernels.symbol(name), arch, emptied_dump()
+    )
     seconds = time.perf_counter() - start
     artifacts = {suffix: artifact(suffix) for suffix in ("ptx", "cubin")}
     used = resources_of_cubin(artifacts["cubin"].read_bytes())
     if request["keep"]:
         for suffix, path in artifacts.items():
             shutil.move(path, Path(request["keep"], f"{name}.{arch}.{suffix}"))
+    if request["cache"]:
+        cache = importlib.import_module(f"{package}.runtime.cache")
+        cache.Cache(Path(request["cache"]), kernels, arch).keep(name, code)
     if used["spill_stores"] is None and reports_resources():
         # The compiler takes twice as long if it is to report, so that it is asked to
         # only where the cubin leaves a question.

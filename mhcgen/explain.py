@@ -16,6 +16,7 @@ from mhcgen.plan import (
     FRAGMENT_BYTES,
     FRAGMENT_ELEMENTS,
     GENERATIONS,
+    MANY_POLLS,
     PUBLISH_THREADS,
     Plan,
     TargetPlan,
@@ -332,9 +333,13 @@ def _target(target: TargetPlan, tokens: int | None) -> Section:
             ),
             Fact(
                 "projection_registers",
-                max(projection_registers(plan, group) for group in target.groups),
+                max(
+                    projection_registers(plan, row.group, row.fn_octets)
+                    for row in target.token_groups
+                ),
                 f"estimated, for the projection of {target.groups[-1]} tokens",
             ),
+            Fact("may_spill", target.may_spill, _may_spill(target)),
             Fact(
                 "clusters_at_once",
                 clusters_at_once(target.architecture, target.cluster_size),
@@ -345,6 +350,11 @@ def _target(target: TargetPlan, tokens: int | None) -> Section:
             *(
                 Fact(f"at_once_group_{row.group}", row.at_once, _at_once(target, row))
                 for row in distinct_groups
+            ),
+            *(
+                Fact(f"fn_octets_group_{row.group}", row.fn_octets, _octets(plan, row))
+                for row in distinct_groups
+                if plan.splits_fn
             ),
             Fact(
                 "shared_limit",
@@ -369,6 +379,16 @@ def _registers(plan: Plan) -> str:
     return f"for {fn}{plan.lane_map.polls} arrived fragments of one token"
 
 
+def _may_spill(target: TargetPlan) -> str:
+    if not target.may_spill:
+        return "bytes of a thread: no kernel spills"
+    if target.plan.fn_home == "global":
+        return "bytes of a boundary's thread: fn is loaded as far ahead as it can be"
+    if target.plan.lane_map.polls >= MANY_POLLS:
+        return "bytes of a boundary's thread: a lane has many ranks to poll"
+    return f"bytes of a boundary's thread: {target.register_limit} registers are few"
+
+
 def _at_once(target: TargetPlan, row: TokenGroup) -> str:
     plan = target.plan
     fragments = row.group * plan.trips
@@ -376,13 +396,20 @@ def _at_once(target: TargetPlan, row: TokenGroup) -> str:
     return (
         f"= {fragments} fragment{'s' * (fragments > 1)} of a thread / {turns} "
         f"turn{'s' * (turns > 1)}, rounded up: takes about "
-        f"{boundary_registers(plan, row.at_once)} registers"
+        f"{boundary_registers(plan, row.at_once, row.fn_octets)} registers"
     )
 
 
+def _octets(plan: Plan, row: TokenGroup) -> str:
+    rest = plan.fn_octets - row.fn_octets
+    blocks = f"{row.blocks} block{'s' * (row.blocks > 1)} a multiprocessor"
+    return f"octets of fn's rows in registers, {rest} in shared memory; {blocks}"
+
+
 def _shared(target: TargetPlan, row: TokenGroup) -> str:
-    fn = f"{target.fn_bytes} of fn + " if target.fn_bytes else ""
-    each, rest = divmod(row.shared_bytes - target.fn_bytes, row.group)
+    fn_bytes = target.fn_bytes(row.fn_octets)
+    fn = f"{fn_bytes} of fn + " if fn_bytes else ""
+    each, rest = divmod(row.shared_bytes - fn_bytes, row.group)
     padding = f" + {rest} of alignment" if rest else ""
     return f"= {fn}{row.group} token{'s' * (row.group > 1)} x {each} bytes{padding}"
 
@@ -407,7 +434,7 @@ def _dispatch(target: TargetPlan) -> list[dict[str, Any]]:
                 f"{-(-row.max_tokens // row.group)}",
                 "launches": row.launches,
                 **({"finalizes": row.finalizes} if target.plan.spec.moe else {}),
-                "reason": launches_fault(target, row.max_tokens, row.group)
+                "reason": launches_fault(target, row.max_tokens, row.group, row.blocks)
                 or _LAUNCHES[row.launches],
             }
         )

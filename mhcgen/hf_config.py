@@ -223,6 +223,11 @@ class Config:
         return node.value if present and isinstance(node.value, str) else None
 
     @property
+    def shown_type(self) -> str:
+        """The model's type, for a line of a message."""
+        return shortened(self.model_type or "(none)")
+
+    @property
     def is_known(self) -> bool:
         """Whether it is of a type whose keys are known."""
         return self.model_type in MODEL_TYPES
@@ -248,7 +253,7 @@ class Config:
             )
             raise SpecError(self.path, [(self.root.start, problem)])
         if not self.is_known and not any(self.find([key]) for key in HC_KEYS):
-            kind = f"model type {self.model_type}" if self.model_type else "the model"
+            kind = f"model type {self.shown_type}" if self.model_type else "the model"
             problem = Problem(
                 (),
                 f"{kind} has no manifold-constrained hyper-connections",
@@ -374,7 +379,7 @@ def _notes(config: Config, values: Iterable[Value]) -> Iterator[str]:
     if config.is_known:
         return
     yield (
-        f"model type {config.model_type or '(none)'} is not one of "
+        f"model type {config.shown_type} is not one of "
         f"{', '.join(MODEL_TYPES)}: its keys are read as theirs"
     )
     for value in values:

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from mhcgen.errors import Position, Problem, SpecError, shortened
-from mhcgen.yaml_source import Node, Scalar
+from mhcgen.yaml_source import MAX_NUMBER, Node, Scalar
 
 
 def parse_json(path: Path, text: str) -> Node:
@@ -15,28 +15,25 @@ def parse_json(path: Path, text: str) -> Node:
         SpecError: The text is not JSON.
     """
     try:
-        json.loads(text, parse_constant=_refuse_constant)
-        return _Reader(text).node(0)[0]
+        # Constants and long numbers pass here: the reader says where they stand.
+        json.loads(text, parse_constant=str, parse_int=str)
+        return _Reader(path, text).node(0)[0]
     except json.JSONDecodeError as error:
         reason = "the file is empty" if not text.strip() else f"not JSON: {error.msg}"
         placed = (error.lineno, error.colno), Problem((), reason)
         raise SpecError(path, [placed]) from None
-    except (RecursionError, ValueError) as error:
-        what = "too many levels" if isinstance(error, RecursionError) else str(error)
-        problem = Problem((), f"not JSON: {shortened(what)}")
+    except RecursionError:
+        problem = Problem((), "not JSON: too many levels")
         raise SpecError(path, [(None, problem)]) from None
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
 
 
 class _Reader:
     """Makes nodes of text that is known to be JSON."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, path: Path, text: str) -> None:
+        self._path = path
         self._text = text
-        self._decoder = json.JSONDecoder()
+        self._decoder = json.JSONDecoder(parse_constant=str, parse_int=str)
         self._lines = [0, *(i + 1 for i, char in enumerate(text) if char == "\n")]
 
     def node(self, start: int, key: Position | None = None) -> tuple[Node, int]:
@@ -53,8 +50,29 @@ class _Reader:
             case first:
                 value, end = self._decoder.raw_decode(self._text, start)
                 written = self._text[start:end]
+                if first != '"' and isinstance(value, str):
+                    value = self._whole(start, written)
                 return Node(self._place(start), written, value, key, first == '"'), end
         return Node(self._place(start), written, value, key), end
+
+    def _whole(self, start: int, written: str) -> int:
+        """A whole number.
+
+        Raises:
+            SpecError: It is NaN or infinite, or too long.
+        """
+        if written.lstrip("-")[0] in "NI":
+            problem = Problem((), f"not JSON: {written} is no JSON number")
+        elif len(written) > MAX_NUMBER:
+            problem = Problem(
+                (),
+                f"a number of {len(written)} characters",
+                given=shortened(written),
+                allowed=f"at most {MAX_NUMBER} characters",
+            )
+        else:
+            return int(written)
+        raise SpecError(self._path, [(self._place(start), problem)])
 
     def _members(self, start: int) -> tuple[dict[str, Node], int]:
         members: dict[str, Node] = {}

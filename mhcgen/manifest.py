@@ -20,6 +20,7 @@ class KernelRow:
         threads: Threads of a block.
         shared_bytes: Shared memory of a block.
         token_group: Tokens that a cluster takes together; None where it takes all.
+        may_spill: Bytes that a thread may spill; 0 where the plan promises none.
     """
 
     name: str
@@ -27,6 +28,14 @@ class KernelRow:
     threads: int
     shared_bytes: int
     token_group: int | None = None
+    may_spill: int = 0
+
+    def as_json(self) -> dict[str, object]:
+        """The row as plain values; most kernels have no ``may_spill``."""
+        row = asdict(self)
+        if not self.may_spill:
+            del row["may_spill"]
+        return row
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ class Manifest:
                 "apache-tvm-ffi": TVM_FFI_RANGE,
             },
             "kernels": {
-                arch: [asdict(row) for row in rows]
+                arch: [row.as_json() for row in rows]
                 for arch, rows in self.kernels.items()
             },
             "files": sorted(map(str, self.files)),

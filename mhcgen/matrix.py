@@ -256,10 +256,19 @@ def _broken_rules(matrix: Matrix) -> Iterator[Problem]:
             if axis.is_needed and axis.name not in known:
                 hint = f"give {axis.name} in axes, in base or in the matrix's base"
                 yield Problem(at, f"no {axis.name}", hint=hint)
+        made = {axis: [value] for axis, value in (DEFAULTS | known).items()} | axes
         for number, rule in enumerate(block.exclude):
+            where = (*at, "exclude", number)
             if not values_of(rule):
-                where = (*at, "exclude", number)
                 yield Problem(where, "excludes everything", hint="name some axes")
+            for name, among in values_of(rule).items():
+                if name in made and not any(value in made[name] for value in among):
+                    yield Problem(
+                        (*where, name),
+                        "excludes nothing: the block makes no spec with that",
+                        given=json.dumps(among),
+                        allowed=json.dumps(made[name]),
+                    )
         total += math.prod(map(len, axes.values()))
         if total > MAX_SPECS:
             yield Problem(

@@ -55,6 +55,11 @@ class Report:
     def summary(self) -> str:
         """The outcome in one line."""
         passed = len(self.results) - len(self.failures)
+        if not self.results:
+            return (
+                f"no legal spec, {len(self.expansion.refused)} refused, "
+                f"{self.expansion.excluded.total()} excluded: nothing was checked"
+            )
         return (
             f"{len(self.expansion.legal)} legal specs, {len(self.expansion.refused)} "
             f"refused; {passed} of {len(self.results)} checked passed "
@@ -194,6 +199,22 @@ class Report:
         environment.filters["cell"] = _cell
         template = environment.get_template(FORMATS[check_format(path)])
         return template.render(report=self)
+
+
+def check_place(path: Path) -> None:
+    """Makes sure that a report can be written, before hours are spent on it.
+
+    Raises:
+        MhcgenError: It cannot.
+    """
+    check_format(path)
+    if not path.parent.is_dir():
+        raise MhcgenError(
+            f"--report {path}: there is no folder {path.parent}; make it, or name a "
+            "file elsewhere"
+        )
+    if path.is_dir():
+        raise MhcgenError(f"--report {path}: a directory; name a file in it")
 
 
 def check_format(path: Path) -> str:

@@ -64,10 +64,10 @@ class Checks:
     calls: int | None = None
     out: Path | None = None
 
-    def options(self, archs: Sequence[str]) -> list[str]:
+    def options(self, archs: Sequence[str], tokens: str) -> list[str]:
         """What `mhcgen verify` is told, too."""
         words = [word for arch in archs for word in ("--arch", arch)]
-        words += ["--tokens", self.tokens] * bool(self.tokens)
+        words += ["--tokens", tokens] * bool(tokens)
         return words + ["--calls", str(self.calls)] * bool(self.calls)
 
     def command(self, name: str) -> str:
@@ -75,7 +75,20 @@ class Checks:
         words = ["mhcgen", "matrix", str(self.source), "--only", name]
         words += ["--compile"] * self.compiled
         words += ["--verify", str(self.device)] * bool(self.device)
-        return shlex.join(words + self.options(self.archs))
+        return shlex.join(words + self.options(self.archs, self.tokens))
+
+    def sizes(self, capacity: int) -> str:
+        """The sizes of calls that a spec's capacity allows, it instead of larger ones.
+
+        Raises:
+            MhcgenError: One is no number of tokens.
+        """
+        sizes = []
+        for word in self.tokens.split(",") if self.tokens else ():
+            if not word.strip().isdecimal() or int(word) < 1:
+                raise MhcgenError(f"--tokens {word}: give numbers of tokens, as in 1,3")
+            sizes.append(min(int(word), capacity))
+        return ",".join(map(str, dict.fromkeys(sizes)))
 
 
 @dataclass(frozen=True)
@@ -105,9 +118,8 @@ class Result:
 
     @property
     def spilled(self) -> int | None:
-        """The most bytes that a thread spills; None if it is not known."""
-        spilled = [kernel.spill_stores for kernel in self.kernels]
-        return max((each or 0 for each in spilled), default=None)
+        """The most bytes that a thread spills; None if nothing was compiled."""
+        return max((kernel.spilled for kernel in self.kernels), default=None)
 
 
 class StageError(Exception):
@@ -191,13 +203,32 @@ def check_one(candidate: Candidate, checks: Checks, compilers: Compilers) -> Res
         with package_of(plan, checks.out) as folder:
             if checks.compiled and archs:
                 with stage("compile"):
-                    kernels = compilers.run(jobs_of(folder, archs))
+                    jobs = jobs_of(folder, archs)
+                    kernels = compilers.run(jobs)
+                    check_spills(jobs, kernels)
             if checks.device and archs:
                 with stage("verify"):
-                    cases = verified(folder, checks, archs)
+                    options = checks.options(archs, checks.sizes(plan.capacity))
+                    cases = verified(folder, checks.device, options)
     except StageError as error:
         failure = (error.stage, error.reason)
     return Result(candidate, clusters, tuple(kernels), cases, *failure)
+
+
+def check_spills(jobs: Sequence[Job], kernels: Sequence[CompiledKernel]) -> None:
+    """Makes sure that no kernel spills more than its plan says.
+
+    Raises:
+        CompileError: Those that do.
+    """
+    broken = [
+        f"{kernel.name} spills {kernel.spilled} bytes a thread for {kernel.arch}; its "
+        f"plan allows {job.row.may_spill}"
+        for job, kernel in zip(jobs, kernels, strict=True)
+        if kernel.spilled > job.row.may_spill
+    ]
+    if broken:
+        raise CompileError("\n".join(broken))
 
 
 @contextmanager
@@ -251,7 +282,7 @@ def is_current(folder: Path, plan: Plan) -> bool:
     )
 
 
-def verified(folder: Path, checks: Checks, archs: Sequence[str]) -> int:
+def verified(folder: Path, device: str, options: Sequence[str]) -> int:
     """Verifies a package in a process of its own; the number of cases.
 
     What a wrong kernel does to a device is then no other spec's concern.
@@ -262,8 +293,8 @@ def verified(folder: Path, checks: Checks, archs: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="mhcgen-") as temporary:
         report = Path(temporary, "verified.json")
         words = [sys.executable, "-m", "mhcgen", "verify", str(folder)]
-        words += ["--json", str(report), *checks.options(archs)]
-        words += ["--device", "cuda"] * (checks.device == "cuda")
+        words += ["--json", str(report), *options]
+        words += ["--device", "cuda"] * (device == "cuda")
         result = subprocess.run(words, capture_output=True, text=True, check=False)
         if result.returncode:
             raise MhcgenError(why(result.stdout, result.stderr))

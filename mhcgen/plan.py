@@ -38,16 +38,24 @@ MBARRIER_BYTES = 8
 FINALIZING_GROUP = 1  # tokens of a cluster whose boundary also closes routed sums
 FEW_TOKENS = 2  # whose pre-mix each lane of a boundary computes for itself
 MOST_AT_ONCE = 5  # fragments whose arrival a thread awaits together
+RESERVED_SHARED_BYTES = 1024  # of a block, by the driver
+# Registers that the compiler does without where two blocks are to share a
+# multiprocessor, and spills none: measured on DSL 4.8.1.
+BOUND_SAVES = 16
 FEWEST_TOKENS = 4  # tokens a cluster that fn must leave room for in shared memory
 TRIPS = (1, 2, 4, 8, 16, 32)  # what the plan picks from
 TOKEN_GROUPS = (1, 2, 3, 4, 5, 7, 9, 16)  # what the plan picks from
+MAY_SPILL = 64  # bytes of a thread, where no promise is made
+MANY_POLLS = 8  # ranks that one lane polls
+FEW_REGISTERS = 128  # of a thread, where blocks have more than 384
 MIXES_THREADS = 32
 INT32_MAX = 2**31 - 1
 SHARED_EXPERT = {"optional": (False, True), "always": (True,), "never": (False,)}
 # Registers of the projection beyond those that hold fn and the totals.
 PROJECTION_REGISTERS = 40
-# Those of a projection by FMA beyond fn: 32 sums, a fragment and what is in work.
-FMA_REGISTERS = 80
+# Those of a projection by FMA beyond fn: 32 sums of four tokens, a fragment and what is
+# in work; and those for tokens beyond the four. Measured on DSL 4.8.1.
+FMA_REGISTERS, FMA_TOKENS, FMA_MORE_REGISTERS = 80, 4, 20
 
 FnHome = Literal["registers", "shared", "global"]
 FN_HOMES: tuple[FnHome, ...] = get_args(FnHome)
@@ -89,6 +97,8 @@ class TokenGroup:
         group: Tokens that one cluster takes together.
         at_once: Fragments that a thread takes at once, of all those of its tokens.
         shared_bytes: Shared memory of a block.
+        fn_octets: Octets of fn's rows that threads keep in registers.
+        blocks: Blocks that share a multiprocessor.
         launches: 1 where the boundary publishes itself, 2 where a launch before it
             does, or where there is nothing to publish.
         finalizes: Whether a boundary that publishes itself closes routed sums, too.
@@ -98,6 +108,8 @@ class TokenGroup:
     group: int
     at_once: int
     shared_bytes: int
+    fn_octets: int
+    blocks: int
     launches: int
     finalizes: bool
 
@@ -240,8 +252,27 @@ class TargetPlan:
         """Registers that a boundary thread may use with one block a multiprocessor."""
         return register_limit(self.launched_threads)
 
-    def shared_bytes(self, group: int) -> int:
-        """Shared memory of one boundary block that takes ``group`` tokens."""
+    @property
+    def may_spill(self) -> int:
+        """Bytes that a boundary's thread may spill; 0 where the plan promises none.
+
+        The assembler loads fn from L2, and addresses of many ranks, as far ahead as
+        registers allow, and overshoots by a few. With few registers it does so as well
+        where they hold fn, or multiply by FMA. Measured on DSL 4.8.1: up to 56 bytes.
+        """
+        plan = self.plan
+        ahead = plan.fn_home == "global" or plan.lane_map.polls >= MANY_POLLS
+        full = plan.fn_home == "registers" or plan.projection == "fma"
+        tight = full and self.register_limit <= FEW_REGISTERS
+        return MAY_SPILL if ahead or tight else 0
+
+    def shared_bytes(self, group: int, fn_octets: int | None = None) -> int:
+        """Shared memory of one boundary block that takes ``group`` tokens.
+
+        Args:
+            group: Tokens of a cluster.
+            fn_octets: As in ``held_octets``.
+        """
         plan = self.plan
         stages = (
             group * (plan.last_sum + 1) * self.cluster_size * 4,  # sums of the blocks
@@ -253,16 +284,38 @@ class TargetPlan:
             self.warps * group * plan.sums_stride * 4,  # partial sums
             0 if plan.delayed else group * self.warps * 4,  # squares of the warps
             0 if plan.delayed or group <= FEW_TOKENS else group * plan.hc * 4,  # pre
-            self.fn_bytes,
+            self.fn_bytes(fn_octets),
         )
         return sum(aligned(stage, FRAGMENT_BYTES) for stage in stages)
 
-    @property
-    def fn_bytes(self) -> int:
-        """Shared memory that holds a block's part of fn, if that is its home."""
-        if self.plan.fn_home != "shared":
+    def fn_bytes(self, fn_octets: int | None = None) -> int:
+        """Shared memory that holds a block's part of fn, or what registers leave of it.
+
+        Args:
+            fn_octets: As in ``held_octets``.
+        """
+        plan = self.plan
+        if plan.fn_home == "global":
             return 0
-        return self.threads * self.plan.fn_thread_bytes
+        rest = plan.fn_octets - plan.held_octets(fn_octets)
+        return self.threads * (plan.fn_thread_bytes * rest // plan.fn_octets)
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The dispatch rows, each as a package's ``TokenGroup`` takes it."""
+        plan = self.plan
+        names = ["max_tokens", "group", "at_once", "shared_bytes"]
+        names += ["fn_octets", "blocks"] * plan.splits_fn
+        names += ["launches"] * (plan.tp > 1)
+        names += ["finalizes"] * plan.finalizes_inside
+        return tuple(
+            ", ".join(str(getattr(row, name)) for name in names)
+            for row in self.token_groups
+        )
+
+    def row_of(self, group: int) -> TokenGroup:
+        """The first dispatch row of a token group; StopIteration if there is none."""
+        return next(row for row in self.token_groups if row.group == group)
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -308,13 +361,13 @@ class TargetPlan:
             tokens: M.
             publishes: The transport of its own publish, or None.
         """
-        group = self.token_group(tokens).group
+        row = self.token_group(tokens)
         return Launch(
-            self.plan.boundary_name(group, publishes),
-            (self.cluster_size, -(-tokens // group), 1),
+            self.plan.boundary_name(row.group, publishes),
+            (self.cluster_size, -(-tokens // row.group), 1),
             self.launched_threads,
             self.cluster_size,
-            self.shared_bytes(group),
+            row.shared_bytes,
         )
 
     def mixes_launch(self, tokens: int) -> Launch:
@@ -720,6 +773,25 @@ class Plan:
         """Bytes of fn that one thread multiplies."""
         return self.fn_fragments * FRAGMENT_BYTES
 
+    def held_octets(self, wanted: int | None = None) -> int:
+        """Octets of fn's rows that a thread keeps in registers.
+
+        Args:
+            wanted: What a token group asks for; None for all that the design keeps.
+        """
+        if self.fn_home != "registers":
+            return 0
+        return self.fn_octets if wanted is None else wanted
+
+    @cached_property
+    def splits_fn(self) -> bool:
+        """Whether some boundaries keep a part of fn in registers, and copy the rest."""
+        return any(
+            row.fn_octets < self.held_octets()
+            for target in self.targets
+            for row in target.token_groups
+        )
+
     @property
     def fn_partial_octet(self) -> bool:
         """Whether the rows of fn end within an octet."""
@@ -854,7 +926,7 @@ def make_plan(spec: Spec) -> Plan:
     problems = model_problems(Plan(spec))
     if problems:
         raise PlanError(problems)
-    for _, designs in groupby(DESIGNS, key=lambda design: design.trips):
+    for _, designs in groupby(designs_for(spec), key=lambda design: design.trips):
         for design in designs:
             plan = Plan(spec, design)
             problems = plan_problems(plan)
@@ -864,6 +936,16 @@ def make_plan(spec: Spec) -> Plan:
         if all("token_groups" in problem.loc for problem in problems):
             break
     raise PlanError(problems)
+
+
+def designs_for(spec: Spec) -> list[Design]:
+    """The designs that can serve a spec, in order of preference.
+
+    Where it says how much of fn registers hold, fn is at home there.
+    """
+    rows = [row for t in spec.targets.values() for row in t.token_groups or ()]
+    splits = any(row.fn_octets is not None for row in rows)
+    return [d for d in DESIGNS if d.fn_home == "registers" or not splits]
 
 
 def plan_problems(plan: Plan) -> list[Problem]:
@@ -899,6 +981,8 @@ def model_problems(plan: Plan) -> list[Problem]:
                 hint="or set model.pre_mix to delayed",
             )
         )
+    for name, target in plan.spec.targets.items():
+        problems += fn_octets_problems(plan, name, target)
     if plan.mailbox.total_bytes > INT32_MAX:
         fits = INT32_MAX // (GENERATIONS * plan.tp * plan.mailbox.row_bytes)
         problems.append(
@@ -922,17 +1006,22 @@ def working_registers(plan: Plan) -> int:
     return 58 + 2 * plan.hc + plan.lane_map.polls // 2
 
 
-def boundary_registers(plan: Plan, at_once: int = 1) -> int:
+def boundary_registers(
+    plan: Plan, at_once: int = 1, fn_octets: int | None = None
+) -> int:
     """Registers that a boundary's thread needs for the tokens' rows.
 
-    It holds its part of fn, if that is at home there, and the arrived fragments that
-    it takes at once.
+    It holds its part of fn, as far as that is at home there, and the arrived fragments
+    that it takes at once.
     """
-    fn = plan.fn_fragments * FRAGMENT_WORDS if plan.fn_home == "registers" else 0
+    held = plan.fn_fragments * plan.held_octets(fn_octets) // plan.fn_octets
+    fn = held * FRAGMENT_WORDS
     return fn + at_once * plan.lane_map.polls * FRAGMENT_WORDS + working_registers(plan)
 
 
-def fragments_at_once(plan: Plan, group: int, limit: int) -> int:
+def fragments_at_once(
+    plan: Plan, group: int, limit: int, fn_octets: int | None = None
+) -> int:
     """Fragments that a thread takes at once, of those of its ``group`` tokens.
 
     As many as registers allow, and about as many each time.
@@ -940,18 +1029,22 @@ def fragments_at_once(plan: Plan, group: int, limit: int) -> int:
     items = group * plan.trips
     # In trips, collapsed fragments take registers as well.
     numbers = range(1, MOST_AT_ONCE + 1) if plan.trips == 1 else (1, 2)
-    fitting = [n for n in numbers if boundary_registers(plan, n) <= limit]
+    fitting = [n for n in numbers if boundary_registers(plan, n, fn_octets) <= limit]
     most = max(fitting, default=1)
     return -(-items // -(-items // most))
 
 
-def projection_registers(plan: Plan, group: int) -> int:
+def projection_registers(plan: Plan, group: int, fn_octets: int | None = None) -> int:
     """Registers that a boundary's thread needs to project ``group`` tokens."""
     if plan.projection == "fma":
-        held = plan.fn_fragments if plan.fn_home == "registers" else MAX_FN_AHEAD
-        return held * FRAGMENT_WORDS + FMA_REGISTERS
+        # The compiler takes two more of them ahead.
+        held = plan.fn_fragments if plan.fn_home == "registers" else MAX_FN_AHEAD + 2
+        more = FMA_MORE_REGISTERS if group > FMA_TOKENS else 0
+        return held * FRAGMENT_WORDS + FMA_REGISTERS + more
+    held_octets = plan.held_octets(fn_octets)
+    held = plan.fn_fragments * held_octets // plan.fn_octets
     homes = {
-        "registers": plan.fn_fragments,
+        "registers": held + plan.fn_octets - held_octets,
         "shared": plan.fn_octets,
         # The compiler takes more of them ahead: measured on DSL 4.8.1.
         "global": 3 * plan.fn_octets + plan.fn_ahead,
@@ -965,17 +1058,20 @@ def projection_registers(plan: Plan, group: int) -> int:
     return held + totals + addresses + PROJECTION_REGISTERS
 
 
-def group_fault(target: TargetPlan, group: int) -> str | None:
+def group_fault(
+    target: TargetPlan, group: int, fn_octets: int | None = None
+) -> str | None:
     """Why a cluster cannot take so many tokens together, or None where it can."""
     plan, name = target.plan, target.arch
     tokens = f"{group} token{'s' * (group > 1)}"
-    needed, limit = target.shared_bytes(group), target.architecture.shared_bytes
+    needed = target.shared_bytes(group, fn_octets)
+    limit = target.architecture.shared_bytes
     if needed > limit:
         return (
             f"a group of {tokens} needs {needed} bytes of shared memory; {name} has "
             f"{limit}"
         )
-    registers = projection_registers(plan, group)
+    registers = projection_registers(plan, group, fn_octets)
     if registers > target.register_limit:
         return (
             f"to project a group of {tokens} takes about {registers} registers a "
@@ -1002,9 +1098,10 @@ def cluster_fault(
         )
     needed = boundary_registers(plan)
     if needed > target.register_limit:
+        with_fn = " with fn in them" if plan.fn_home == "registers" else ""
         return (
             f"{target.launched_threads} threads a block leave {target.register_limit} "
-            f"registers a thread, and the boundary needs about {needed}"
+            f"registers a thread, and the boundary needs about {needed}{with_fn}"
         )
     # With fn in shared memory, little room for tokens is a bad bargain.
     fewest = min(FEWEST_TOKENS, plan.capacity) if plan.fn_home == "shared" else 1
@@ -1051,25 +1148,73 @@ def choose_token_groups(target: TargetPlan) -> Iterator[TokenGroup]:
 
 
 def plan_group(
-    target: TargetPlan, max_tokens: int, group: int, launches: int | None
+    target: TargetPlan,
+    max_tokens: int,
+    group: int,
+    launches: int | None,
+    fn_octets: int | None = None,
 ) -> TokenGroup:
     """One row of a dispatch table."""
     plan = target.plan
+    blocks = blocks_together(target, group, fn_octets)
     if launches is None:
-        launches = 1 if launches_fault(target, max_tokens, group) is None else 2
-    at_once = fragments_at_once(plan, group, target.register_limit)
-    shared_bytes = target.shared_bytes(group)
-    finalizes = plan.finalizes_inside and launches == 1 and group <= FINALIZING_GROUP
-    return TokenGroup(max_tokens, group, at_once, shared_bytes, launches, finalizes)
+        launches = 1 if launches_fault(target, max_tokens, group, blocks) is None else 2
+    limit = target.register_limit
+    if blocks > 1:
+        limit = register_limit(blocks * target.launched_threads) + BOUND_SAVES
+    return TokenGroup(
+        max_tokens=max_tokens,
+        group=group,
+        at_once=fragments_at_once(plan, group, limit, fn_octets),
+        shared_bytes=target.shared_bytes(group, fn_octets),
+        fn_octets=plan.held_octets(fn_octets),
+        blocks=blocks,
+        launches=launches,
+        finalizes=plan.finalizes_inside and launches == 1 and group <= FINALIZING_GROUP,
+    )
 
 
-def launches_fault(target: TargetPlan, max_tokens: int, group: int) -> str | None:
+def blocks_together(target: TargetPlan, group: int, fn_octets: int | None) -> int:
+    """Blocks of a boundary that are to share a multiprocessor: one or two.
+
+    Two where they fit, because threads keep less of fn in registers than they could:
+    the one waits, for its launch or for other ranks, while the other works.
+    """
+    plan = target.plan
+    if plan.held_octets(fn_octets) == plan.held_octets():
+        return 1
+    limit = register_limit(2 * target.launched_threads)
+    shared = 2 * (target.shared_bytes(group, fn_octets) + RESERVED_SHARED_BYTES)
+    fits = (
+        boundary_registers(plan, 1, fn_octets) <= limit + BOUND_SAVES
+        and projection_registers(plan, group, fn_octets) <= limit
+        and shared <= target.architecture.shared_bytes + RESERVED_SHARED_BYTES
+    )
+    return 2 if fits else 1
+
+
+def shared_octets(target: TargetPlan, group: int) -> int | None:
+    """The fewest octets of fn to move from registers to shared memory for two blocks.
+
+    None where no number makes two blocks of a boundary share a multiprocessor.
+    """
+    held = target.plan.held_octets()
+    if target.plan.projection == "fma":
+        return None
+    moved = range(1, held + 1)
+    fitting = (n for n in moved if blocks_together(target, group, held - n) > 1)
+    return next(fitting, None)
+
+
+def launches_fault(
+    target: TargetPlan, max_tokens: int, group: int, blocks: int
+) -> str | None:
     """Why a boundary cannot publish itself, or None where it can.
 
     Its blocks wait for those of other ranks, so all must run at once everywhere.
     """
     clusters = -(-max_tokens // group)
-    wave = clusters_at_once(target.architecture, target.cluster_size)
+    wave = clusters_at_once(target.architecture, target.cluster_size, blocks)
     if target.plan.tp == 1:
         return "one rank has nothing to publish"
     if clusters > wave:
@@ -1077,17 +1222,19 @@ def launches_fault(target: TargetPlan, max_tokens: int, group: int) -> str | Non
     return None
 
 
-def launches_hint(target: TargetPlan, group: int) -> str | None:
+def launches_hint(target: TargetPlan, group: int, blocks: int) -> str | None:
     """What calls of a token group one launch can serve; None if there are none."""
     if target.plan.tp == 1:
         return None
-    wave = clusters_at_once(target.architecture, target.cluster_size)
+    wave = clusters_at_once(target.architecture, target.cluster_size, blocks)
     return f"or end the entry at {wave * group} tokens"
 
 
-def clusters_at_once(architecture: Architecture, cluster_size: int) -> int:
-    """Clusters that run together, one block a multiprocessor."""
-    return architecture.cluster_8_capacity * PORTABLE_CLUSTER // cluster_size
+def clusters_at_once(
+    architecture: Architecture, cluster_size: int, blocks: int = 1
+) -> int:
+    """Clusters that run together, ``blocks`` blocks a multiprocessor."""
+    return blocks * architecture.cluster_8_capacity * PORTABLE_CLUSTER // cluster_size
 
 
 def target_problems(
@@ -1123,7 +1270,8 @@ def target_problems(
     planned = plan_target(plan, architecture, target)
     for index, row in enumerate(target.token_groups or ()):
         if row.launches == 1:
-            fault = launches_fault(planned, row.max_tokens, row.group)
+            blocks = planned.token_groups[index].blocks
+            fault = launches_fault(planned, row.max_tokens, row.group, blocks)
             if fault is not None:
                 problems.append(
                     Problem(
@@ -1131,15 +1279,15 @@ def target_problems(
                         fault,
                         given="1",
                         allowed="2",
-                        hint=launches_hint(planned, row.group),
+                        hint=launches_hint(planned, row.group, blocks),
                     )
                 )
-        fault = group_fault(planned, row.group)
+        fault = group_fault(planned, row.group, row.fn_octets)
         if fault is not None:
             fits = max(
                 group
                 for group in range(1, row.group)
-                if group_fault(planned, group) is None
+                if group_fault(planned, group, row.fn_octets) is None
             )
             problems.append(
                 Problem(
@@ -1164,9 +1312,33 @@ def target_problems(
     return problems
 
 
+def fn_octets_problems(plan: Plan, name: str, target: Target) -> list[Problem]:
+    """Faults of what a target says about fn's place."""
+    problems = []
+    seen: dict[int, int | None] = {}
+    for index, row in enumerate(target.token_groups or ()):
+        fault, allowed = None, f"a whole number from 0 to {plan.fn_octets}"
+        before = seen.setdefault(row.group, row.fn_octets)
+        if row.fn_octets is not None and plan.projection == "fma":
+            fault, allowed = "a projection by FMA keeps fn in one place", "null"
+        elif (row.fn_octets or 0) > plan.fn_octets:
+            fault = f"fn has {plan.fn_octets} octets of rows, of {plan.mix} rows"
+        elif before != row.fn_octets:
+            allowed = "null" if before is None else str(before)
+            fault = (
+                f"another row of groups of {row.group} says otherwise, and they share "
+                "their kernels"
+            )
+        if fault is not None:
+            loc = ("targets", name, "token_groups", index, "fn_octets")
+            given = "null" if row.fn_octets is None else str(row.fn_octets)
+            problems.append(Problem(loc, fault, given=given, allowed=allowed))
+    return problems
+
+
 def served_clusters(plan: Plan, architecture: Architecture) -> list[int]:
     """The cluster sizes that some design can serve, rising."""
-    plans = [Plan(plan.spec, design) for design in DESIGNS]
+    plans = [Plan(plan.spec, design) for design in designs_for(plan.spec)]
     return sorted({size for p in plans for size in legal_clusters(p, architecture)})
 
 
@@ -1189,7 +1361,7 @@ def plan_target(plan: Plan, architecture: Architecture, target: Target) -> Targe
         )
     else:
         token_groups = tuple(
-            plan_group(planned, row.max_tokens, row.group, row.launches)
+            plan_group(planned, row.max_tokens, row.group, row.launches, row.fn_octets)
             for row in target.token_groups
         )
         groups_reason = "from the spec"

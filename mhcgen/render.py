@@ -8,6 +8,7 @@ import re
 import subprocess
 import tempfile
 import textwrap
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -126,6 +127,7 @@ def resolved(plan: Plan) -> Spec:
                 {
                     "max_tokens": row.max_tokens,
                     "group": row.group,
+                    **({"fn_octets": row.fn_octets} if plan.splits_fn else {}),
                     **({"launches": row.launches} if plan.tp > 1 else {}),
                 }
                 for row in target.token_groups
@@ -200,7 +202,14 @@ def kernel_rows(target: TargetPlan) -> tuple[KernelRow, ...]:
         for shared in plan.shared_expert
     ]
     rows += [
-        KernelRow(name, size, threads, target.shared_bytes(group), group)
+        KernelRow(
+            name,
+            size,
+            threads,
+            target.row_of(group).shared_bytes,
+            group,
+            target.may_spill,
+        )
         for name, group in boundaries
     ]
     if plan.has_mixes_kernel:
@@ -367,7 +376,7 @@ class Helper:
         Raises:
             TemplateError: The file holds anything else.
         """
-        *head, function = ast.parse(text).body or [ast.Pass()]
+        *head, function = _parsed(text).body or [ast.Pass()]
         if not isinstance(function, ast.FunctionDef) or function.name != name:
             raise TemplateError(f"ptx/{name}.py does not end with a function {name}")
         imports = set()
@@ -385,6 +394,17 @@ class Helper:
         return cls(frozenset(imports), frozenset(uses), "\n".join(lines).strip())
 
 
+# CPython 3.11 counts the depth of all trees that are being built in one place. If the
+# collection of garbage switches threads in the middle, it takes two trees for a fault.
+_PARSING = threading.Lock()
+
+
+def _parsed(text: str) -> ast.Module:
+    """The tree of a module, for callers in any thread."""
+    with _PARSING:
+        return ast.parse(text)
+
+
 def _import_of(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> str:
     line = f"import {ast.unparse(alias)}"
     return f"from {node.module} {line}" if isinstance(node, ast.ImportFrom) else line
@@ -393,7 +413,7 @@ def _import_of(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> str:
 def ptx_names(path: PurePosixPath, text: str) -> set[str]:
     """The helpers that a module uses as ``ptx.NAME``."""
     try:
-        tree = ast.parse(text)
+        tree = _parsed(text)
     except SyntaxError as error:
         raise TemplateError(f"{path}:{error.lineno}: {error.msg}") from error
     return {
@@ -410,7 +430,7 @@ def used_imports(text: str) -> str:
 
     Templates import all that some plan uses; not every plan's modules define it.
     """
-    module = ast.parse(text)
+    module = _parsed(text)
     used = {node.id for node in ast.walk(module) if isinstance(node, ast.Name)}
     # Such as the names in __all__.
     used |= {str(n.value) for n in ast.walk(module) if isinstance(n, ast.Constant)}

@@ -252,6 +252,14 @@ class TokenGroup(Section):
     group: Annotated[
         int, Field(ge=1, le=64, description="Tokens that one cluster takes together.")
     ]
+    fn_octets: Annotated[
+        Annotated[int, Field(ge=0, le=10)] | None,
+        Field(
+            description="Octets of fn's rows that threads keep in registers; the rest "
+            "waits in shared memory. Fewer leave room for a second block a "
+            "multiprocessor. Null keeps all of them there, where they fit."
+        ),
+    ] = None
     launches: Annotated[
         Annotated[Literal[1, 2], BeforeValidator(_exact_int)] | None,
         Field(

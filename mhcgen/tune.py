@@ -23,6 +23,7 @@ from mhcgen.plan import (
     group_fault,
     legal_clusters,
     plan_target,
+    shared_octets,
 )
 from mhcgen.spec import Target
 
@@ -38,10 +39,24 @@ class Candidate:
     Attributes:
         cluster_size: Thread blocks of a cluster.
         group: Tokens that a cluster takes together.
+        shared_octets: Octets of fn's rows in shared memory that registers could hold:
+            two blocks then share a multiprocessor.
     """
 
     cluster_size: int
     group: int
+    shared_octets: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that share a multiprocessor."""
+        return 2 if self.shared_octets else 1
+
+    def fn_octets(self, plan: Plan) -> int | None:
+        """What a dispatch row of a spec says of fn; None for the plan's own choice."""
+        if not self.shared_octets:
+            return None
+        return plan.held_octets() - self.shared_octets
 
 
 @dataclass(frozen=True)
@@ -64,13 +79,18 @@ class Trial:
 
 
 class Row(NamedTuple):
-    """A row of the dispatch table: the token group of calls up to a size.
+    """A row of the dispatch table: how calls up to a size are launched.
 
     The plan says whether the boundary publishes itself, which is faster where it can.
     """
 
     max_tokens: int
     group: int
+    shared_octets: int = 0
+
+    def candidate(self, cluster_size: int) -> Candidate:
+        """What the row takes, in a table of one cluster size."""
+        return Candidate(cluster_size, self.group, self.shared_octets)
 
 
 @dataclass(frozen=True)
@@ -109,20 +129,29 @@ class Tuned:
     @property
     def targets(self) -> dict[str, Target]:
         """The targets of the tuned spec."""
-        rows = [row._asdict() for row in self.choice.token_groups]
-        tuned = {"cluster_size": self.choice.cluster_size, "token_groups": rows}
+        size = self.choice.cluster_size
+        rows = [
+            {
+                "max_tokens": row.max_tokens,
+                "group": row.group,
+                "fn_octets": row.candidate(size).fn_octets(self.plan),
+            }
+            for row in self.choice.token_groups
+        ]
+        tuned = {"cluster_size": size, "token_groups": rows}
         return dict(self.plan.spec.targets) | {self.arch: Target.model_validate(tuned)}
 
     def show(self) -> None:
         """Prints what was tried, and the choice against the spec's own."""
         show_table(
             f"{self.plan.name}, {self.device}: microseconds a boundary",
-            ("M", "cluster", "group", "waves", "predicted", "measured"),
+            ("M", "cluster", "group", "blocks", "waves", "predicted", "measured"),
             [
                 (
                     trial.m,
                     trial.candidate.cluster_size,
                     trial.candidate.group,
+                    trial.candidate.blocks,
                     trial.waves,
                     trial.predicted,
                     trial.measured,
@@ -167,18 +196,20 @@ def candidates(plan: Plan, architecture: Architecture) -> tuple[Candidate, ...]:
     found = []
     for cluster_size in [size for size in legal if not plan.shares % size] or legal:
         shape = plan_target(plan, architecture, Target(cluster_size=cluster_size))
-        found += [
-            Candidate(cluster_size, group)
-            for group in TOKEN_GROUPS
-            if group <= plan.capacity and group_fault(shape, group) is None
-        ]
+        for group in TOKEN_GROUPS:
+            if group <= plan.capacity and group_fault(shape, group) is None:
+                found.append(Candidate(cluster_size, group))
+                moved = shared_octets(shape, group)
+                if moved is not None:
+                    found.append(Candidate(cluster_size, group, moved))
     return tuple(found)
 
 
 def tokens_to_try(plan: Plan, architecture: Architecture) -> list[int]:
     """The M at which winners may change: few tokens, and the ends of single waves."""
     ends = {
-        clusters_at_once(architecture, candidate.cluster_size) * candidate.group
+        clusters_at_once(architecture, candidate.cluster_size, candidate.blocks)
+        * candidate.group
         for candidate in candidates(plan, architecture)
     }
     sizes = {*FEW, *ends, plan.capacity}
@@ -188,7 +219,9 @@ def tokens_to_try(plan: Plan, architecture: Architecture) -> list[int]:
 def own_candidate(plan: Plan, arch: str, m: int) -> Candidate:
     """What a plan takes for a call of ``m`` tokens."""
     target = plan.target(arch)
-    return Candidate(target.cluster_size, target.token_group(m).group)
+    row = target.token_group(m)
+    moved = plan.held_octets() - row.fn_octets
+    return Candidate(target.cluster_size, row.group, moved)
 
 
 def trials_at(
@@ -204,10 +237,11 @@ def trials_at(
         Trial(
             m,
             candidate,
-            waves(architecture, candidate.cluster_size, candidate.group, m),
-            predicted(architecture, candidate.cluster_size, candidate.group, m),
+            waves(architecture, *shape, candidate.blocks),
+            predicted(architecture, *shape, candidate.blocks),
         )
         for candidate in sorted({*wanted, own})
+        for shape in [(candidate.cluster_size, candidate.group, m)]
         # A group beyond the call leaves the rest of its cluster's work empty.
         if candidate.group <= m or candidate == own
     ]
@@ -276,26 +310,57 @@ def _mean(times: Iterable[float]) -> float:
 
 def _with_cluster(size: int, trials: Sequence[Trial], capacity: int) -> Choice:
     """The best table of one cluster size: at each M its best group, or a tied one."""
+    own = [trial for trial in trials if trial.candidate.cluster_size == size]
+    kept = _one_a_group([trial for trial in own if trial.measured is not None])
     rows: list[Row] = []
     times: dict[int, float] = {}
-    for m in sorted({trial.m for trial in trials}):
-        found = {
-            trial.candidate.group: trial.measured
-            for trial in trials
-            if trial.m == m
-            and trial.candidate.cluster_size == size
-            and trial.measured is not None
-        }
+    one_wave = False
+    for m in sorted({trial.m for trial in own}):
+        found = {trial.candidate: trial for trial in kept if trial.m == m}
         if not found:
             continue
-        tied = min(found.values()) * (1 + TIE)
-        group = min(group for group, time in found.items() if time <= tied)
-        if rows and found.get(rows[-1].group, math.inf) <= tied:
-            group = rows[-1].group
-        times[m] = found[group]
-        if rows and rows[-1].group == group:
+        tied = min(_time(trial) for trial in found.values()) * (1 + TIE)
+        best = min(c for c, trial in found.items() if _time(trial) <= tied)
+        before = rows[-1].candidate(size) if rows else best
+        if before in found and _time(found[before]) <= tied:
+            best = before
+        times[m] = _time(found[best])
+        # A row that ends within a wave takes one launch, which one that goes on loses.
+        same_launches = one_wave == (found[best].waves == 1)
+        if rows and best == before and same_launches:
             rows.pop()
-        rows.append(Row(m, group))
+        one_wave = found[best].waves == 1
+        rows.append(Row(m, best.group, best.shared_octets))
     if rows:
-        rows[-1] = Row(capacity, rows[-1].group)
+        rows[-1] = rows[-1]._replace(max_tokens=capacity)
     return Choice(size, tuple(rows), times)
+
+
+def _one_a_group(trials: Sequence[Trial]) -> list[Trial]:
+    """The trials without those of a group's slower form.
+
+    Rows of one group share their kernels, so they keep fn in one way. Forms are
+    compared at the M at which all of a group's were measured.
+    """
+    kept: list[Trial] = []
+    for group in sorted({trial.candidate.group for trial in trials}):
+        forms: dict[Candidate, dict[int, float]] = {}
+        for trial in trials:
+            if trial.candidate.group == group:
+                forms.setdefault(trial.candidate, {})[trial.m] = _time(trial)
+        common = set.intersection(*[set(times) for times in forms.values()])
+        best = min(
+            forms,
+            key=lambda form: (
+                _mean([forms[form][m] for m in common]) if common else 0.0,
+                form,
+            ),
+        )
+        kept += [trial for trial in trials if trial.candidate == best]
+    return kept
+
+
+def _time(trial: Trial) -> float:
+    """What a trial measured; it was tried."""
+    assert trial.measured is not None
+    return trial.measured

@@ -6,6 +6,7 @@ from mhcgen.plan import Plan, make_plan
 from mhcgen.spec import Spec
 
 GROUPS = [{"max_tokens": 2, "group": 1}, {"max_tokens": 8, "group": 3}]
+MOE = {"top_k": 2, "weight_dtypes": ["fp32"]}
 
 
 def shape(
@@ -15,32 +16,35 @@ def shape(
     tp: int,
     cluster_size: int | None = None,
     arch: str = "sm_90a",
+    groups: list[dict[str, int]] = GROUPS,
+    **sections: Any,
 ) -> Plan:
-    """The plan of a shape with one token or three a cluster."""
+    """The plan of a shape; with one token or three a cluster, if not said."""
     return make_plan(
         Spec.model_validate(
             {
                 "name": name,
                 "model": {"hidden": hidden, "hc": hc, "sinkhorn_iters": 2},
                 "parallel": {"tp": tp, "transports": ["unicast"]},
-                "capacity": {"max_tokens": 8},
-                "moe": {"top_k": 2, "weight_dtypes": ["fp32"]},
-                "targets": {arch: {"cluster_size": cluster_size, **_GROUPS}},
+                "capacity": {"max_tokens": groups[-1]["max_tokens"]},
+                "moe": MOE,
+                "targets": {
+                    arch: {"cluster_size": cluster_size, "token_groups": groups}
+                },
+                **sections,
             }
         )
     )
 
-
-_GROUPS: dict[str, Any] = {"token_groups": GROUPS}
 
 SHAPES = (
     shape("smallest", 64, 4, 2),
     shape("idle_lanes", 264, 4, 4),
     shape("one_rank", 64, 1, 1),
     shape("one_stream", 264, 1, 16),
-    shape("odd_cluster", 264, 2, 16, cluster_size=3),
+    shape("odd_cluster", 264, 2, 16, cluster_size=5),
     shape("largest_cluster", 1000, 4, 8, cluster_size=16),
-    shape("idle_publish", 8 * 67, 2, 4),
+    shape("idle_publish", 8 * 67, 2, 4, cluster_size=7),
     shape("eight_streams", 256, 8, 4),
     shape("fn_in_shared", 264, 8, 16),
     shape("fn_in_l2", 512, 8, 2, cluster_size=2, arch="sm_120a"),

@@ -7,7 +7,10 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -24,7 +27,7 @@ from mhcgen.bench.machine import Machine
 from mhcgen.bench.packages import distinct, package_folder
 from mhcgen.bench.result import Result, read_result
 from mhcgen.bench.run import check_shape, described
-from mhcgen.bench.timing import Spread, interleaved, quantile
+from mhcgen.bench.timing import CALLS, Spread, capture, interleaved, quantile
 from mhcgen.bench.traffic import Traffic, boundary_traffic
 from mhcgen.errors import MhcgenError
 from mhcgen.plan import Plan
@@ -84,6 +87,22 @@ def test_quantiles(values: list[float], share: float) -> None:
 
 def test_spread() -> None:
     assert Spread.of([float(v) for v in range(10, -1, -1)]) == Spread(5.0, 1.0, 9.0)
+
+
+def test_a_recording_keeps_the_tensors_whose_addresses_its_graph_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("Stream", "stream", "CUDAGraph", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, **kwargs: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    tensor = torch.zeros(1)
+    watched = weakref.ref(tensor)
+    recording = capture(partial(tensor.add_, 1))
+    assert int(tensor) == 3 + CALLS
+    del tensor
+    assert watched() is not None
+    del recording
+    assert watched() is None
 
 
 def test_replays_are_interleaved_and_the_first_do_not_count() -> None:

@@ -271,9 +271,13 @@ def test_what_no_plan_serves_is_refused(
         ('{"a": 1,\n "b": }', "config.json:2:7: not JSON: Expecting value"),
         ('{"a": 1,}', "not JSON:"),
         ("{} {}", "config.json:1:4: not JSON: Extra data"),
-        ('{"a": NaN}', "not JSON: NaN is no JSON number"),
+        ('{"a": NaN}', "config.json:1:7: not JSON: NaN is no JSON number"),
+        ('{"a":\n-Infinity}', "config.json:2:1: not JSON: -Infinity is no JSON number"),
         ("[" * 100_000, "not JSON: too many levels"),
-        ('{"a": ' + "9" * 5000 + "}", "not JSON: Exceeds the limit"),
+        (
+            '{"a": ' + "9" * 5000 + "}",
+            "config.json:1:7: a number of 5000 characters given 999",
+        ),
         ("[1]", "config.json:1:1: no config of a model given a list of 1"),
         ("7", "no config of a model given 7; allowed: an object"),
     ],
@@ -282,6 +286,18 @@ def test_broken_json(text: str, expected: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
     assert expected in refusal(path)
+
+
+@pytest.mark.parametrize("kind", ["x" * 10_000, "\x1b[31m"])
+def test_odd_model_types_leave_the_terminal_alone(
+    edited: Callable[..., Path], kind: str
+) -> None:
+    note, _ = read_config(edited(model_type=kind), 4).notes
+    assert note.isprintable() and len(note) < 200
+    without = dict.fromkeys(["hc_mult", "hc_eps", "hc_sinkhorn_iters"])
+    text = refusal(edited(model_type=kind, **without))
+    assert "has no manifold-constrained" in text
+    assert "\x1b" not in text and len(text) < 500
 
 
 def test_what_is_no_config_file(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from mhcgen import cli, matrix_run
 from mhcgen.build import write_files
-from mhcgen.compilation import CompileError, Job
+from mhcgen.compilation import CompiledKernel, CompileError, Job
 from mhcgen.errors import MhcgenError, PlanError, Problem, SpecError
 from mhcgen.matrix import (
     AXES,
@@ -27,7 +27,7 @@ from mhcgen.matrix import (
     sample,
 )
 from mhcgen.matrix_run import Checks, Compilers, check, why
-from mhcgen.plan import Plan
+from mhcgen.plan import Plan, TargetPlan
 from mhcgen.render import render
 from mhcgen.resources import resource
 from mhcgen.spec import Section, Spec
@@ -147,6 +147,11 @@ def test_every_value_of_a_spec_has_an_axis() -> None:
         ("base: {tp: 2}", "base: {tp: 2, hc: 2}", "base.hc: an axis of this block"),
         ("{tp: [1, 2, 4]}", "{}", "4:11: blocks[0].axes: no axis allowed: hidden, hc,"),
         ("{hc: [2], cluster: [2]}", "{}", "exclude[0]: excludes everything name some"),
+        (
+            "{hc: [2], cluster: [2]}",
+            "{hc: [8]}",
+            "exclude[0].hc: excludes nothing: the block makes no spec with that given",
+        ),
         ("blocks:", "block:", "2:1: block: an unknown key given block; allowed: base"),
         ("hc: [2, 4]", "hc: &x [2, 4]", "8:11: blocks[1].axes.hc: an anchor given &x"),
     ],
@@ -313,13 +318,20 @@ def results_of(file: Path, **checks: object) -> dict[str, tuple[str | None, str]
     return {result.candidate.name: (result.stage, result.reason) for result in results}
 
 
+def compiled(job: Job, stores: int = 0, loads: int = 0) -> CompiledKernel:
+    """What the compiler says of a kernel that spills so much."""
+    stack = max(stores, loads)
+    name = job.row.name
+    return CompiledKernel(job.package, name, job.arch, 64, stores, loads, stack, 0, 0.0)
+
+
 def test_a_failure_holds_up_no_other_spec(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def compile_all(self: Compilers, jobs: list[Job]) -> list[object]:
+    def compile_all(self: Compilers, jobs: list[Job]) -> list[CompiledKernel]:
         if "tp4" in jobs[0].package:
             raise CompileError("boundary does not compile")
-        return []
+        return [compiled(job) for job in jobs]
 
     monkeypatch.setattr(Compilers, "run", compile_all)
     outcome = results_of(file, compiled=True)
@@ -361,9 +373,9 @@ def test_only_the_architectures_asked_for(
 ) -> None:
     seen: list[str] = []
 
-    def compile_all(self: Compilers, jobs: list[Job]) -> list[object]:
+    def compile_all(self: Compilers, jobs: list[Job]) -> list[CompiledKernel]:
         seen.extend(job.arch for job in jobs)
-        return []
+        return [compiled(job) for job in jobs]
 
     monkeypatch.setattr(Compilers, "run", compile_all)
     file.write_text(SMALL.replace("[sm_90a]", "[sm_90a, sm_100a]"))
@@ -394,6 +406,11 @@ def test_verification_is_told_what_was_asked_for(
     assert told[0][7:] == (
         ["--arch", "sm_90a", "--tokens", "1,3", "--calls", "2", "--device", "cuda"]
     )
+    # Its capacity is 8.
+    checks = Checks(file, device="cpu", tokens="8, 9,64")
+    check(legal, checks, 1, lambda name: None)
+    assert told[1][7:] == ["--arch", "sm_90a", "--tokens", "8"]
+    assert "--tokens '8, 9,64'" in checks.command("x")
 
 
 def render_nothing(plan: object) -> dict[object, str]:
@@ -418,6 +435,26 @@ def test_compile_and_verify(file: Path) -> None:
     assert result.cases == 2
     assert result.registers is not None and result.registers > 32
     assert result.spilled == 0
+
+
+def test_a_spill_that_the_plan_does_not_allow(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spill(self: object, jobs: list[Job]) -> list[CompiledKernel]:
+        return [compiled(job, 4, 8) for job in jobs]
+
+    monkeypatch.setattr(Compilers, "run", spill)
+    legal = expand(load_matrix(file)).legal[:1]
+    checks = Checks(file, compiled=True)
+    (result,) = check(legal, checks, 1, lambda name: None)
+    assert (result.stage, result.spilled) == ("compile", 8)
+    assert "boundary_1 spills 8 bytes a thread for sm_90a; its plan allows 0" in (
+        result.reason
+    )
+    monkeypatch.setattr(TargetPlan, "may_spill", 8)
+    (result,) = check(legal, checks, 1, lambda name: None)
+    assert "mixes spills" in result.reason
+    assert "boundary" not in result.reason
 
 
 def test_a_compiler_serves_until_it_dies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,6 +512,19 @@ def test_summary(run: Run, file: Path) -> None:
     )
 
 
+def test_a_matrix_of_nothing_is_a_failure(run: Run, file: Path) -> None:
+    """What checks no spec must not pass for what checked all."""
+    file.write_text(
+        "blocks:\n  - name: a\n    base: {exit: pre_mix}\n"
+        "    axes: {hidden: [64, 128], tp: [2]}\n    exclude: [{hidden: [64]}]\n"
+    )
+    code, out, err = run("small.yaml")
+    assert (code, err) == (1, "")
+    last = out.splitlines()[-1]
+    assert last == "no legal spec, 1 refused, 1 excluded: nothing was checked"
+    assert "an exit by pre-mix takes the one" in out
+
+
 def test_sample_and_only(run: Run, file: Path) -> None:
     assert "; 2 of 2 checked" in run("small.yaml", "--sample", 2)[1]
     one = run("small.yaml", "--only", "h512_tp1_sm_90a_m8_k2")[1]
@@ -529,6 +579,10 @@ def test_reports(run: Run, file: Path, tmp_path: Path) -> None:
         (["--arch", "sm_80"], "--arch sm_80: choose one of sm_90a, sm_100a, sm_103a"),
         (["--only", "x"], "--only x: the matrix has no such spec"),
         (["--sample", "0"], "Invalid value for '--sample'"),
+        (["--report", "no/a.md"], "--report no/a.md: there is no folder no; make it"),
+        (["--tokens", "1"], "--tokens: nothing is verified; add --verify cpu"),
+        (["--calls", "2"], "--calls: nothing is verified"),
+        (["--verify", "cpu", "--tokens", "1,x"], "--tokens x: give numbers of tokens"),
     ],
 )
 def test_wrong_usage(

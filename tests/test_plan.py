@@ -24,6 +24,7 @@ from mhcgen.plan import (
     make_plan,
     projection_registers,
     register_limit,
+    shared_octets,
 )
 from mhcgen.spec import Spec
 
@@ -92,9 +93,9 @@ def test_what_a_design_adds_to_shared_memory() -> None:
     # A sum of 8 blocks and 4 weights more; no squares of 8 blocks and 8 warps.
     assert delayed.shared_bytes(1) == side.shared_bytes(1) + 32 + 16 - 32 - 32
     shared = plan_of(hidden=7168, cluster_size=8).target("sm_90a")
-    assert shared.fn_bytes == 14 * WARP * 24 * FRAGMENT_BYTES
+    assert shared.fn_bytes() == 14 * WARP * 24 * FRAGMENT_BYTES
     without = 14 * 704 + 25 * 32 + 32 + 16 + 80 + 14 * 36 * 4 + 64
-    assert shared.shared_bytes(1) == shared.fn_bytes + without
+    assert shared.shared_bytes(1) == shared.fn_bytes() + without
 
 
 @pytest.mark.parametrize("pre_mix", ["fresh", "delayed"])
@@ -232,6 +233,62 @@ def test_fragments_at_once() -> None:
     trips = plan_of(hidden=16384)
     assert trips.trips == 2
     assert [fragments_at_once(trips, group, 255) for group in (1, 3)] == [2, 2]
+
+
+def test_fn_may_be_split_so_that_two_blocks_share_a_multiprocessor() -> None:
+    groups = [
+        {"max_tokens": 15, "group": 1},
+        {"max_tokens": 60, "group": 2, "fn_octets": 2},
+        {"max_tokens": 90, "group": 3, "fn_octets": 0},
+        {"max_tokens": 256, "group": 9, "fn_octets": 2},
+    ]
+    plan = plan_of(token_groups=groups)
+    target = plan.target("sm_90a")
+    assert plan.splits_fn
+    assert [row.fn_octets for row in target.token_groups] == [3, 2, 0, 2]
+    # Three tokens and all of fn are too much for two blocks.
+    assert [row.blocks for row in target.token_groups] == [1, 2, 1, 2]
+    assert [row.launches for row in target.token_groups] == [1, 1, 2, 1]
+    whole = 8 * WARP * 24 * FRAGMENT_BYTES
+    assert [target.fn_bytes(held) for held in (3, 2, 0)] == [0, whole // 3, whole]
+    for row in target.token_groups:
+        rest = target.shared_bytes(row.group) + target.fn_bytes(row.fn_octets)
+        assert row.shared_bytes == rest
+    two = target.row_of(2)
+    assert 2 * (two.shared_bytes + 1024) <= 228 * 1024
+    assert boundary_registers(plan, 1, 2) == boundary_registers(plan) - 8 * 4
+    assert [shared_octets(target, group) for group in (1, 9, 30)] == [1, 1, None]
+    assert not plan_of().splits_fn
+
+
+@pytest.mark.parametrize(
+    ("fields", "octets", "message"),
+    [
+        ({}, (4,), "fn has 3 octets of rows, of 24 rows"),
+        ({}, (2, 1), "another row of groups of 1 says otherwise"),
+        ({"fn_weight": "fp32"}, (2,), "a projection by FMA keeps fn in one place"),
+    ],
+)
+def test_fn_that_cannot_be_split_so(
+    fields: dict[str, Any], octets: tuple[int, ...], message: str
+) -> None:
+    rows = [
+        {"max_tokens": 8 * (i + 1), "group": 1, "fn_octets": number}
+        for i, number in enumerate(octets)
+    ]
+    with pytest.raises(PlanError, match=message) as caught:
+        plan_of(token_groups=rows, capacity=8 * len(octets), **fields)
+    (problem,) = caught.value.problems
+    place = ("targets", "sm_90a", "token_groups", len(octets) - 1, "fn_octets")
+    assert problem.loc == place
+
+
+def test_fn_that_registers_cannot_hold_is_not_split() -> None:
+    rows = [{"max_tokens": 256, "group": 1, "fn_octets": 2}]
+    with pytest.raises(PlanError, match=r"about 166 with fn") as caught:
+        plan_of(hidden=7168, token_groups=rows, cluster_size=8)
+    (problem,) = caught.value.problems
+    assert problem.allowed == ", ".join(map(str, range(10, 17)))
 
 
 def test_order_of_sums_is_one_for_all_token_groups() -> None:

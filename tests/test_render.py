@@ -1,6 +1,7 @@
 """Rendering: the same bytes every time, valid, formatted, and nothing but the spec."""
 
 import ast
+import gc
 import hashlib
 import json
 import os
@@ -8,7 +9,10 @@ import platform
 import re
 import subprocess
 import sys
+import time
 import tomllib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -116,6 +120,29 @@ def test_bytes_do_not_depend_on_the_process(
             check=True,
         )
         assert result.stdout.strip() == digest(files)
+
+
+@pytest.fixture
+def switching_threads() -> Iterator[None]:
+    """Each collection of garbage lets another thread go on."""
+
+    def give_way(*_: object) -> None:
+        time.sleep(0)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    gc.callbacks.append(give_way)
+    yield
+    gc.callbacks.remove(give_way)
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("switching_threads")
+def test_threads_may_parse_at_once() -> None:
+    text = "ptx.one(a(b(c(ptx.two))))\n" * 1000
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(ptx_names, [PurePosixPath("a.py")] * 30, [text] * 30))
+    assert all(names == {"one", "two"} for names in found)
 
 
 def test_nothing_of_the_machine_is_rendered(files: Files) -> None:

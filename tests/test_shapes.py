@@ -3,14 +3,16 @@
 import subprocess
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 from ruff import find_ruff_bin
 
 from mhcgen.build import write_files
 from mhcgen.compilation import compile_kernels, jobs_of
-from mhcgen.plan import Plan, boundary_registers, projection_registers
-from mhcgen.render import render
+from mhcgen.errors import PlanError
+from mhcgen.plan import MAY_SPILL, Plan, boundary_registers, projection_registers
+from mhcgen.render import kernel_rows, render
 from tests.shapes import SHAPES, shape
 
 
@@ -109,3 +111,57 @@ def test_nothing_spills(plan: Plan, tmp_path: Path) -> None:
     for kernel in compile_kernels(jobs):
         assert (kernel.spill_stores, kernel.spill_loads, kernel.stack) == (0, 0, 0)
         assert kernel.registers <= target.register_limit
+
+
+FP32: dict[str, Any] = {"precision": {"fn_weight": "fp32"}}
+
+
+def corner(
+    name: str, hidden: int, hc: int, tp: int, group: int, **sections: Any
+) -> Plan:
+    """A shape with one token group only, for which registers are few."""
+    groups = [{"max_tokens": group, "group": group}]
+    return shape(name, hidden, hc, tp, groups=groups, moe=None, **sections)
+
+
+CORNERS = (
+    # With the kernel that spills on DSL 4.8.1.
+    (corner("corner_l2", 7680, 4, 2, 16), "boundary_16"),
+    (corner("corner_trips", 12288, 4, 8, 9), "boundary_9"),
+    (corner("corner_eight_streams", 7680, 8, 2, 3), "boundary_3"),
+    (corner("corner_many_polls", 16384, 2, 16, 9), "boundary_9_unicast"),
+    (corner("corner_registers", 16384, 2, 8, 16), "boundary_16_unicast"),
+    (corner("corner_fma", 5120, 4, 4, 1, **FP32), "boundary_1_unicast"),
+    (corner("corner_wide_fma", 7168, 4, 4, 4, **FP32), "boundary_4"),
+)
+
+
+def test_what_may_spill_spills_no_more_than_the_plan_says(tmp_path: Path) -> None:
+    """Where registers are few, the assembler overshoots."""
+    jobs = []
+    for plan, name in CORNERS:
+        write_files(tmp_path / plan.name, render(plan))
+        jobs += [job for job in jobs_of(tmp_path / plan.name) if job.row.name == name]
+    assert len(jobs) == len(CORNERS)
+    for job, kernel in zip(jobs, compile_kernels(jobs), strict=True):
+        assert job.row.may_spill > 0
+        assert kernel.spilled <= job.row.may_spill, kernel
+
+
+def test_a_projection_by_fma_takes_few_tokens_where_registers_are_few() -> None:
+    """Beyond four, each thread would spill a hundred bytes and more."""
+    sections = FP32 | {"moe": None, "groups": [{"max_tokens": 8, "group": 8}]}
+    with pytest.raises(PlanError, match="8 tokens takes about 132 registers"):
+        shape("wide", 7168, 4, 4, **sections)
+    assert shape("narrower", 5120, 4, 4, **sections).targets[0].groups == (8,)
+
+
+def test_where_the_plan_promises_that_nothing_spills() -> None:
+    promised = {plan.name: not plan.targets[0].may_spill for plan in (*SHAPES, *REAL)}
+    assert promised["wide_shared"] and promised["eight_streams"]
+    broken = ("wide_l2", "wide_trips", "wide_two_streams", "one_stream")
+    assert not any(promised[name] for name in broken)
+    plan = next(plan for plan in REAL if plan.name == "wide_l2")
+    (target,) = plan.targets
+    rows = {row.name: row.as_json().get("may_spill") for row in kernel_rows(target)}
+    assert rows["boundary_3"] == MAY_SPILL and rows["publish_unicast"] is None

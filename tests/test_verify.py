@@ -32,7 +32,7 @@ from mhcgen.verify.calls import run_calls
 from mhcgen.verify.cases import Case, Options, cases, default_tokens, first_partial
 from mhcgen.verify.compare import Errors
 from mhcgen.verify.inputs import draw
-from mhcgen.verify.on_cpu import check_constants
+from mhcgen.verify.on_cpu import check_constants, kernels_of
 from mhcgen.verify.on_cuda import GpuRanks, run_all
 from mhcgen.verify.report import Outcome, rows_of, show
 from mhcgen.verify.subject import Subject
@@ -139,6 +139,26 @@ def test_calls_show_every_input_and_every_kernel() -> None:
                 assert torch.equal(torch.isnan(rows.expert_weights), absent)
 
 
+def test_only_what_cases_launch_is_compiled() -> None:
+    """A package has kernels for many token groups and for both transports."""
+    folder = GENERATED / "glm53_tp2"
+    wanted = [
+        Case("sm_90a", "unicast", (1, 3), seed=0, stress=True),
+        Case("sm_90a", "unicast", (20,), seed=0),
+    ]
+    shared = {f"finalize_{t}{s}" for t in ("fp32", "bf16") for s in ("", "_shared")}
+    assert kernels_of(folder, wanted) == {
+        "mixes",
+        "publish_unicast",
+        *(f"{name}_unicast" for name in shared),
+        *(f"boundary_1_{name}_unicast" for name in shared),
+        *(f"boundary_{group}{name}" for group in (1, 2) for name in ("", "_unicast")),
+    }
+    both = [Case("sm_90a", each, (1,), seed=0) for each in ("unicast", "multicast")]
+    names = kernels_of(GENERATED / "glm53", both)
+    assert {"boundary_1_multicast", "boundary_1_unicast"} <= names
+
+
 # Comparison
 
 
@@ -159,6 +179,8 @@ def test_limits() -> None:
 
 
 class FakeLauncher:
+    rows: torch.Tensor | None
+
     def __init__(self, buffer: torch.Tensor) -> None:
         self.mailbox = SimpleNamespace(
             buffer=buffer, state=torch.zeros(2, dtype=torch.int32)
@@ -174,7 +196,13 @@ class FakeLauncher:
         )
 
     def mix(self, m: int) -> torch.Tensor:
+        return self.entry_mix(m)
+
+    def entry_mix(self, m: int) -> torch.Tensor:
         return torch.zeros(m, SMALL.hc * (2 + SMALL.hc))
+
+    def exit_output(self, m: int) -> torch.Tensor:
+        return torch.zeros(m, SMALL.hidden, dtype=torch.bfloat16)
 
 
 class FakeRank:
@@ -198,25 +226,71 @@ class FakeRank:
     def publish_finalize(self, *routed: Any) -> None:
         self.publish(reference.finalize(*routed)[1])
 
+    def taken(self, m: int) -> list[torch.Tensor]:
+        """Every rank's rows, out of a mailbox that is armed again."""
+        box = self._launcher.mailbox
+        rows = box.buffer[int(box.state[0]), :, :m]
+        parts = list(rows.clone())
+        arm(rows)
+        box.state[0] = (box.state[0] + 1) % 3
+        return parts
+
     def consume(self, *shared: torch.Tensor) -> BoundaryOutput:
         m = len(shared[0])
         outputs, mix = self._launcher.outputs(m), self._launcher.mix(m)
-        box = self._launcher.mailbox
-        rows = box.buffer[int(box.state[0]), :, :m]
         weights, pre = shared[:-1], shared[-1]
-        result = reference.boundary(list(rows), *weights, SMALL.constants, pre)  # type: ignore[arg-type]
-        arm(rows)
-        box.state[0] = (box.state[0] + 1) % 3
+        result = reference.boundary(self.taken(m), *weights, SMALL.constants, pre)  # type: ignore[arg-type]
+        return self.filled(outputs, mix, result)
+
+    def filled(
+        self,
+        outputs: BoundaryOutput,
+        mix: torch.Tensor,
+        result: reference.BoundaryResult,
+    ) -> BoundaryOutput:
         mix.copy_(result.mix)
         for name in BoundaryOutput._fields:
             getattr(outputs, name).copy_(getattr(result, name))
         return outputs
+
+    def entry(self, hidden: torch.Tensor, *weights: torch.Tensor) -> BoundaryOutput:
+        m = len(hidden)
+        outputs, mix = self._launcher.outputs(m), self._launcher.entry_mix(m)
+        result = reference.entry_boundary(hidden, *weights, SMALL.constants)
+        return self.filled(outputs, mix, result)
+
+    def consume_exit(
+        self, residual: torch.Tensor, *rest: torch.Tensor, **named: torch.Tensor
+    ) -> torch.Tensor:
+        m = len(residual)
+        output = self._launcher.exit_output(m)
+        head = reference.Head(named["head_fn"], named["head_scale"], named["head_base"])
+        result = reference.exit_boundary(
+            self.taken(m), residual, *rest, SMALL.constants, head
+        )
+        return output.copy_(result.layer_input)
+
+    def exit(
+        self, x: torch.Tensor, *streams: torch.Tensor, **named: torch.Tensor
+    ) -> torch.Tensor:
+        self.whole_calls += 1
+        for rank in self.ranks:
+            rank.publish(x)
+        return self.consume_exit(*streams, **named)
+
+    def exit_finalize(
+        self, *arguments: torch.Tensor, **named: torch.Tensor
+    ) -> torch.Tensor:
+        return self.exit(reference.finalize(*arguments[:4])[1], *arguments[4:], **named)
 
     def __call__(self, x: torch.Tensor, *shared: torch.Tensor) -> BoundaryOutput:
         self.whole_calls += 1
         for rank in self.ranks:
             rank.publish(x)
         return self.consume(*shared)
+
+    def finalize(self, *arguments: torch.Tensor) -> BoundaryOutput:
+        return self(reference.finalize(*arguments[:4])[1], *arguments[4:])
 
     def join(self) -> None:
         pass
@@ -234,9 +308,11 @@ def watchdog(outcomes: list[Outcome] | None = None) -> Watchdog:
     return Watchdog(CASE, (outcomes if outcomes is not None else []).extend)
 
 
-def verified(ranks: Sequence[Any], case: Case = CASE) -> Outcome:
+def verified(
+    ranks: Sequence[Any], case: Case = CASE, subject: Subject = SMALL
+) -> Outcome:
     executor = GpuRanks(ranks, Alone(), watchdog())
-    (outcome,) = run_all({"unicast": executor}, SMALL, [case], Alone(), watchdog())
+    (outcome,) = run_all({"unicast": executor}, subject, [case], Alone(), watchdog())
     return outcome
 
 
@@ -265,9 +341,9 @@ def changed(
     original = getattr(rank, method)
     calls = 0
 
-    def method_and_change(*arguments: Any) -> Any:
+    def method_and_change(*arguments: Any, **named: Any) -> Any:
         nonlocal calls
-        result = original(*arguments)
+        result = original(*arguments, **named)
         calls += 1
         if calls == nth:
             change(result)
@@ -386,6 +462,102 @@ def test_mailboxes_in_disorder_are_found(
     changed(ranks[1], "consume", lambda _: spoil(ranks[1]._launcher.mailbox), nth=2)
     outcome = verified(ranks, Case("sm_90a", "unicast", (1,), seed=0))
     assert len(outcome.problems) == 1 and outcome.problems[0].startswith(problem)
+
+
+WITH_ENDS = dataclasses.replace(SMALL, name="ends", entry=True, exit_by="sigmoid")
+
+
+def test_the_ends_are_compared(
+    ranks: list[FakeRank], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Between boundaries, of every kind of input, in rows of their own."""
+    outcome = verified(ranks, subject=WITH_ENDS)
+    assert outcome.ok, (outcome.ends, outcome.problems)
+    assert 0 < outcome.ends["entry"].mix < 1e-6
+    assert outcome.ends["entry"].published == 0 == outcome.ends["exit"].residual
+    assert [row[3] for row in rows_of([outcome])] == ["boundary", "entry", "exit"]
+    assert {row[-1] for row in rows_of([outcome])} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "error", "nth"),
+    [
+        ("entry", "residual", "residual", 1),
+        ("entry", "layer_input", "layer_input_ulp", 1),
+        ("entry", "post", "post", 1),
+        ("entry", "comb", "comb", 1),
+        ("consume_exit", None, "layer_input_ulp", 1),
+        ("consume_exit", None, "layer_input_ulp", 2),
+    ],
+)
+def test_a_wrong_end_is_found(
+    ranks: list[FakeRank],
+    capsys: pytest.CaptureFixture[str],
+    method: str,
+    name: str | None,
+    error: str,
+    nth: int,
+) -> None:
+    """In its own row, whether with a pause before it or without."""
+
+    def spoil(output: Any) -> None:
+        flip(output if name is None else getattr(output, name))
+
+    changed(ranks[1], method, spoil, nth)
+    outcome = verified(ranks, subject=WITH_ENDS)
+    assert not outcome.ok and outcome.errors.ok and not outcome.problems
+    kernel = method.removeprefix("consume_")
+    wrong = dataclasses.asdict(outcome.ends[kernel])
+    assert wrong[error] > 0 and not Errors(**{error: wrong[error]}).ok
+    failed = [row[3] for row in rows_of([outcome]) if row[-1] == "1 failed"]
+    assert failed == [kernel]
+    show([outcome], "ends", Path("p"))
+    assert f"\n  {kernel}: published 0" in capsys.readouterr().out
+
+
+def test_what_the_ends_do_not_write_is_found(ranks: list[FakeRank]) -> None:
+    """Their outputs are poisoned, too."""
+    GpuRanks(ranks[:1], Alone(), watchdog())  # type: ignore[arg-type]
+    launcher = ranks[0]._launcher
+    for poisoned in (launcher.exit_output(2), launcher.entry_mix(2)):
+        assert torch.isnan(poisoned).all()
+
+
+def test_one_rank_a_process_makes_whole_exits(ranks: list[FakeRank]) -> None:
+    executor = GpuRanks(ranks[:1], Alone(), watchdog())  # type: ignore[arg-type]
+    for index, calls in enumerate((1, 2)):
+        call = draw(WITH_ENDS, Case("sm_90a", "unicast", (2,) * 2, seed=0), index)
+        assert (call.routed is None) == (index == 0)
+        assert len(executor.whole_exit(call)) == 1
+        assert ranks[0].whole_calls == calls
+    assert executor.generation == 2
+
+
+class LocalRank(FakeRank):
+    """One rank alone, which has no mailbox: what it publishes, it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__(0, [self])
+        empty = torch.empty(0)
+        self._launcher.mailbox = SimpleNamespace(buffer=empty, state=empty)
+        self._launcher.rows = None
+
+    def publish(self, x: torch.Tensor) -> None:
+        self._launcher.rows = x
+
+    def taken(self, m: int) -> list[torch.Tensor]:
+        rows, self._launcher.rows = self._launcher.rows, None
+        return [reference.sanitize(rows)]
+
+
+def test_one_rank_alone(ranks: list[FakeRank]) -> None:
+    """There is no mailbox to read, to arm or to advance."""
+    alone = dataclasses.replace(WITH_ENDS, tp=1, transports=("local",))
+    outcome = verified([LocalRank()], subject=alone)
+    assert outcome.ok, (outcome.errors, outcome.ends, outcome.problems)
+    wrong = LocalRank()
+    changed(wrong, "publish", lambda _: flip(wrong._launcher.rows))
+    assert verified([wrong], subject=alone).errors.finalized_ulp > 1
 
 
 def test_one_rank_a_process_makes_whole_calls(ranks: list[FakeRank]) -> None:
@@ -649,8 +821,10 @@ def main(rank, file):
         words.append(str(error).splitlines())
     outcome = Outcome(Case("sm_90a", "unicast", (1,), 0), problems=["both"])
     outcome.errors.residual = rank
+    outcome.end("exit").layer_input_ulp = 1 + rank
     merged = group.merged(outcome)
     words += [merged.errors.residual, merged.problems]
+    words.append(merged.end("exit").layer_input_ulp)
     os.write(1, f"{words}\\n".encode())
     dist.barrier()
     dist.destroy_process_group()
@@ -675,8 +849,8 @@ def test_ranks_in_two_processes(tmp_path: Path) -> None:
     failed = ["publish failed", "rank 1: ValueError: no"]
     problems = ["both", "rank 1 has wrong elements, or too large errors"]
     assert sorted(result.stdout.splitlines()) == [
-        str([0, 6.0, 6.0, failed, 1, problems]),
-        str([1, 6.0, 12.0, failed, 1, problems]),
+        str([0, 6.0, 6.0, failed, 1, problems, 2]),
+        str([1, 6.0, 12.0, failed, 1, problems, 2]),
     ]
 
 

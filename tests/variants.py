@@ -46,11 +46,14 @@ def variant(
 FP16 = {"activation": "fp16"}
 FP32 = {"fn_weight": "fp32"}
 MEANS = {"stream_mean": True}
+INVARIANT: dict[str, Any] = {"batch_invariant": True}
 
 VARIANTS = (
     variant("fp16", precision=FP16, moe={"top_k": 2, "weight_dtypes": ["bf16"]}),
-    variant("fp16_means", hc=8, precision=FP16, outputs=MEANS, arch="sm_100a"),
-    variant("fp32", hidden=512, precision=FP32, arch="sm_103a"),
+    variant(
+        "fp16_means", hc=8, precision=FP16, outputs=MEANS, arch="sm_100a", **INVARIANT
+    ),
+    variant("fp32", hidden=512, precision=FP32, arch="sm_103a", **INVARIANT),
     variant("fp32_in_l2", hidden=1032, hc=8, precision=FP32),
     variant("fp16_and_fp32", hc=2, tp=4, precision=FP16 | FP32),
     variant("fp32_one_stream", hc=1, tp=1, precision=FP32, outputs=MEANS),
@@ -62,9 +65,9 @@ VARIANTS = (
         precision={"projection": "fma"},
         groups=[{"max_tokens": 8, "group": 1}],
     ),
-    variant("plus_one", norm_weight="plus_one"),
+    variant("plus_one", norm_weight="plus_one", **INVARIANT),
     variant("no_norm_weight", norm_weight="none", outputs=MEANS),
-    variant("delayed", tp=4, pre_mix="delayed", outputs=MEANS),
+    variant("delayed", tp=4, pre_mix="delayed", outputs=MEANS, **INVARIANT),
     variant("delayed_fp16", hc=8, pre_mix="delayed", precision=FP16),
     variant(
         "delayed_trips",
@@ -73,6 +76,23 @@ VARIANTS = (
         pre_mix="delayed",
         outputs=MEANS,
         cluster_size=1,
+    ),
+    variant(
+        "split_fn",
+        hidden=256,
+        groups=[
+            {"max_tokens": 2, "group": 1},
+            {"max_tokens": 8, "group": 3, "fn_octets": 1},
+        ],
+    ),
+    variant(
+        "delayed_split_fn",
+        tp=4,
+        pre_mix="delayed",
+        groups=[
+            {"max_tokens": 2, "group": 1, "fn_octets": 0},
+            {"max_tokens": 8, "group": 3, "fn_octets": 2},
+        ],
     ),
     variant("tail", tp=4, mixes="tail"),
     variant("tail_of_one_rank", hc=1, tp=1, mixes="tail"),
@@ -96,7 +116,7 @@ VARIANTS = (
     ),
     variant(
         "ends_by_pre_mix",
-        hc=8,
+        hc=2,
         precision=FP16,
         pre_mix="delayed",
         norm_weight="none",

@@ -23,7 +23,15 @@ from mhcgen.bench.host_time import host_time
 from mhcgen.bench.machine import Machine, machine
 from mhcgen.bench.packages import Loaded, distinct, load, package_folder
 from mhcgen.bench.result import Result
-from mhcgen.bench.timing import CALLS, REPLAYS, Spread, capture, interleaved, replay
+from mhcgen.bench.timing import (
+    CALLS,
+    REPLAYS,
+    Recording,
+    Spread,
+    capture,
+    interleaved,
+    replay,
+)
 from mhcgen.bench.traffic import boundary_traffic
 from mhcgen.errors import MhcgenError, shortened
 
@@ -109,16 +117,16 @@ def measure(
     wanted = [contender for contender in known if contender.column not in without]
     for m in tokens:
         inputs = Inputs(gpus, first, m)
-        graphs = {}
+        recordings = {}
         for contender in wanted:
-            graph = captured(gpus, contender, inputs, notes)
-            if graph is not None:
-                graphs[contender.column] = graph
+            recording = captured(gpus, contender, inputs, notes)
+            if recording is not None:
+                recordings[contender.column] = recording
         spreads[m] = interleaved(
-            {name: partial(replay, graph) for name, graph in graphs.items()}
+            {name: partial(replay, each) for name, each in recordings.items()}
         )
-        # Graphs keep their memory, which in symmetric memory is scarce.
-        del graphs
+        # They keep their memory, which in symmetric memory is scarce.
+        del recordings, recording
         gc.collect()
         advance(f"M={m}")
     host = host_time(Inputs(gpus, first, min(HOST_TOKENS, first.boundary.capacity)))
@@ -152,10 +160,10 @@ def measure(
 
 def captured(
     gpus: Machine, contender: Contender, inputs: Inputs, notes: dict[str, str]
-) -> torch.cuda.CUDAGraph | None:
+) -> Recording | None:
     """A contender's graph for one M; None, with a note why, where it cannot run."""
 
-    def attempt() -> torch.cuda.CUDAGraph:
+    def attempt() -> Recording:
         return capture(contender.call_for(inputs))
 
     try:

@@ -60,7 +60,22 @@ def interleaved(
     return {name: Spread.of(values) for name, values in times.items()}
 
 
-def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+@dataclass(frozen=True)
+class Recording:
+    """A graph of calls, and what it needs.
+
+    Attributes:
+        graph: The graph.
+        call: What was captured. It holds the tensors whose addresses the graph has:
+            symmetric memory is unmapped when its tensor goes, and other memory is given
+            to the next one who asks.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    call: Callable[[], object]
+
+
+def capture(call: Callable[[], object]) -> Recording:
     """A graph of CALLS calls, after a few outside of it."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
@@ -72,10 +87,10 @@ def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
             for _ in range(CALLS):
                 call()
     torch.cuda.synchronize()
-    return graph
+    return Recording(graph, call)
 
 
-def replay(graph: torch.cuda.CUDAGraph) -> float:
+def replay(recording: Recording) -> float:
     """Microseconds a call of one replay, begun together on all ranks."""
     if dist.is_initialized():
         dist.barrier()
@@ -83,7 +98,7 @@ def replay(graph: torch.cuda.CUDAGraph) -> float:
     begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     begin.record()
-    graph.replay()
+    recording.graph.replay()
     end.record()
     end.synchronize()
     milliseconds: float = begin.elapsed_time(end)

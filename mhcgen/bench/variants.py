@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,24 +41,35 @@ from mhcgen.tune import (
 Value = TypeVar("Value")
 
 
-def variant(plan: Plan, arch: str, cluster_size: int, groups: Sequence[int]) -> Plan:
+def variant(plan: Plan, arch: str, wanted: Sequence[Candidate]) -> Plan:
     """A plan whose package has the boundary kernels of some candidates, and no more.
 
     Its dispatch table gives each group a row, in order. The M in it only say that a
     boundary publishes itself: its clusters run at once. Those of the last group may not
     at the capacity, for which it has a second row.
+
+    Args:
+        plan: The plan of the spec that is tuned.
+        arch: The architecture.
+        wanted: Candidates of one cluster size, all with fn in registers alone or none,
+            by rising group.
     """
+    cluster_size, blocks = wanted[0].cluster_size, wanted[0].blocks
     spec = plan.spec.model_dump(mode="json")
-    spec["name"] = f"{plan.name}_cluster_{cluster_size}"
+    spec["name"] = f"{plan.name}_cluster_{cluster_size}{'_split' * (blocks > 1)}"
     spec["moe"] = None
-    wave = clusters_at_once(ARCHITECTURES[arch], cluster_size)
-    last = plan.capacity - len(groups) + 1
-    rows = [
-        {"max_tokens": min(last + i, wave * group), "group": group}
-        for i, group in enumerate(groups)
+    wave = clusters_at_once(ARCHITECTURES[arch], cluster_size, blocks)
+    last = plan.capacity - len(wanted) + 1
+    rows: list[dict[str, Any]] = [
+        {
+            "max_tokens": min(last + i, wave * candidate.group),
+            "group": candidate.group,
+            "fn_octets": candidate.fn_octets(plan),
+        }
+        for i, candidate in enumerate(wanted)
     ]
     if rows[-1]["max_tokens"] < plan.capacity:
-        rows.append({"max_tokens": plan.capacity, "group": groups[-1]})
+        rows.append(rows[-1] | {"max_tokens": plan.capacity})
     spec["targets"] = {arch: {"cluster_size": cluster_size, "token_groups": rows}}
     return make_plan(Spec.model_validate(spec))
 
@@ -74,7 +86,7 @@ class VariantTimer:
         temporary: Path,
         advance: Callable[[str], None],
     ) -> None:
-        """Compiles a package a cluster size.
+        """Compiles a package a cluster size, and one more where fn may be split.
 
         Args:
             machine: The GPUs.
@@ -85,14 +97,13 @@ class VariantTimer:
             advance: Called after each package, with its name.
         """
         self._machine = machine
-        self._packages: dict[int, Loaded] = {}
-        for size in sorted({candidate.cluster_size for candidate in wanted}):
-            groups = sorted(c.group for c in wanted if c.cluster_size == size)
-            variant_plan = variant(plan, arch, size, groups)
+        self._packages: dict[tuple[int, int], Loaded] = {}
+        for shape, same in groupby(sorted(wanted, key=_package), _package):
+            variant_plan = variant(plan, arch, sorted(same))
             folder = temporary / variant_plan.name
             write_files(folder, render(variant_plan, formatting=False))
             package = load(machine, folder, "")
-            self._packages[size] = package
+            self._packages[shape] = package
             advance(variant_plan.name)
 
     def __call__(
@@ -101,14 +112,14 @@ class VariantTimer:
         """Medians of publish and boundary at one M, replays interleaved."""
         any_package = next(iter(self._packages.values()))
         inputs = Inputs(self._machine, any_package, m)
-        graphs = {c: capture(self._call(c, inputs)) for c in wanted}
-        spreads = interleaved({c: partial(replay, g) for c, g in graphs.items()})
-        del graphs
+        recordings = {c: capture(self._call(c, inputs)) for c in wanted}
+        spreads = interleaved({c: partial(replay, r) for c, r in recordings.items()})
+        del recordings
         gc.collect()
         return agreed({c: spread.median for c, spread in spreads.items()})
 
     def _call(self, candidate: Candidate, inputs: Inputs) -> Call:
-        launcher = self._packages[candidate.cluster_size].launcher
+        launcher = self._packages[_package(candidate)].launcher
         x, shared = inputs.x, inputs.shared
         outputs, mix = launcher.outputs(inputs.m), launcher.mix(inputs.m)
         whole = launcher.call_of_group(candidate.group, inputs.m)
@@ -121,6 +132,11 @@ class VariantTimer:
             launcher.boundary(kernel, shared, outputs, mix)
 
         return call
+
+
+def _package(candidate: Candidate) -> tuple[int, int]:
+    """Which package has a candidate's kernels."""
+    return candidate.cluster_size, candidate.blocks
 
 
 class Budget:
@@ -176,8 +192,8 @@ def tune(plan: Plan, tokens: Sequence[int] | None, budget: float) -> Tuned | Non
             for m in sizes
         }
         used = {trial.candidate for trials in planned.values() for trial in trials}
-        clusters = {candidate.cluster_size for candidate in used}
-        steps = len(clusters) + len(planned) if gpus.is_first else 0
+        packages = {_package(candidate) for candidate in used}
+        steps = len(packages) + len(planned) if gpus.is_first else 0
         with progress("tuning", steps) as advance:
             timer = VariantTimer(gpus, plan, arch, sorted(used), Path(name), advance)
             trials = search(planned, timer, has_time, advance)

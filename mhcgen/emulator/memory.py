@@ -23,6 +23,7 @@ WINDOW_BASE = 0x7FF0_0000_0000
 WINDOW_STRIDE = 1 << 36
 ALIGNMENT = 256
 GUARD = 4096
+MAP_NORESERVE = 0x4000  # Linux: memory that is never touched need not be there
 
 _ALLOCATED = 1
 _WRITTEN = 2
@@ -100,7 +101,8 @@ class Arena:
 
 def _lazy_zeros(size: int) -> Array:
     """Zeroed bytes that cost nothing until they are touched, page by small page."""
-    pages = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    pages = mmap.mmap(-1, max(size, 1), flags=flags)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with contextlib.suppress(OSError):  # kernels without huge pages
             pages.madvise(mmap.MADV_NOHUGEPAGE)

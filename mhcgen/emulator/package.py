@@ -264,6 +264,7 @@ class EmulatedRanks:
         self._main = [Stream(rank) for rank in range(plan.tp)]
         self._side = [Stream(rank) for rank in range(plan.tp)]
         self._armed = 0
+        self._consumed = 0
         self._rows: Tensor | None = None
         self._mix = self._empty("mix", np.dtype("f4"), (plan.capacity, plan.mix))
         if transport != LOCAL:
@@ -344,11 +345,12 @@ class EmulatedRanks:
             return []
         problems = []
         states = [self._state.read(rank).tolist() for rank in range(self.plan.tp)]
+        wanted = self._consumed % GENERATIONS
         for rank, (generation, arrivals) in enumerate(states):
-            if generation != states[0][0]:
+            if generation != wanted:
                 problems.append(
-                    f"rank {rank} is at generation {generation}, rank 0 at "
-                    f"{states[0][0]}"
+                    f"rank {rank} is at generation {generation}, and should be at "
+                    f"{wanted}"
                 )
             if arrivals:
                 problems.append(f"rank {rank} has counted {arrivals} arrivals")
@@ -409,7 +411,7 @@ class EmulatedRanks:
     def consume(self, streams: Streams, weights: Weights) -> Output:
         """Takes what was published through the boundary."""
         launch = self.target.boundary_launch(streams.residual.shape[0])
-        return self._boundary(launch, streams, weights, self._source())
+        return self._boundary(launch, streams, weights, self._take_published())
 
     def publishes(self, tokens: int, routed: bool = False) -> bool:
         """Whether a boundary of ``tokens`` tokens can publish them itself.
@@ -432,7 +434,7 @@ class EmulatedRanks:
         else:
             publishes, given = self.transport, {"x": x}
         launch = self.target.boundary_launch(tokens, publishes)
-        source = {**self._source(), **given, "mailboxes": self._mailboxes}
+        source = {**self._take_published(), **given, "mailboxes": self._mailboxes}
         return self._boundary(launch, streams, weights, source)
 
     def _boundary(
@@ -449,6 +451,7 @@ class EmulatedRanks:
 
     def entry(self, hidden: Tensor, weights: Weights) -> Output:
         """Expands a hidden state, the same on all ranks."""
+        self.join()
         outputs = self._outputs(hidden.shape[0])
         launch = self.target.plan.ends_launches(hidden.shape[0])["entry"]
         given = {"hidden": hidden, **vars(weights)}
@@ -466,14 +469,15 @@ class EmulatedRanks:
             **vars(streams),
             **(vars(head) if head else {}),
             "norm_weight": norm_weight,
-            **self._source(),
+            **self._take_published(),
             "output": output,
         }
         self._launch("exit", launch, self._main, given)
         return output
 
-    def _source(self) -> dict[str, Tensor | None]:
-        """Where a consumer finds what was published."""
+    def _take_published(self) -> dict[str, Tensor | None]:
+        """Where a kernel that consumes a generation finds what was published."""
+        self._consumed += 1
         if self._rows is None:
             mailbox, state = self._mailbox, self._state
             unused = dict.fromkeys(["x", "mailboxes", *Routed.__annotations__])

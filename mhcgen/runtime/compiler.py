@@ -11,6 +11,8 @@ from typing import Any
 
 from cutlass import cute
 
+from .cache import Cache
+
 OLDEST_DSL = (4, 6, 3)
 
 
@@ -56,6 +58,8 @@ def compile_package(
 ) -> dict[str, Any]:
     """Compiles every kernel that one transport of a package needs.
 
+    Kernels that an earlier process kept are read instead: see ``cache``.
+
     Args:
         kernels: The package's ``kernels`` module.
         arch: The compiler's name of the architecture.
@@ -67,13 +71,19 @@ def compile_package(
         The compiled callables by kernel name.
     """
     compiled = {}
+    cache = Cache.of_environment(kernels, arch)
     with TemporaryDirectory(prefix="mhcgen-") as folder:
         # The compiler leaves files in the current folder if it is not told otherwise.
         keep = f"--keep-cubin --dump-dir {shlex.quote(folder)}"
         for name, kernel in kernels.kernels(arch, (transport,)).items():
             publishes = getattr(kernel, "publishes", None) is not None
-            if publishing or not publishes:
+            if publishes and not publishing:
+                continue
+            known = cache.find(name) if cache else None
+            if known is None:
                 options = keep if publishes else ""
-                symbol = kernels.symbol(name)
-                compiled[name] = compile_kernel(kernel, symbol, arch, options)
+                known = compile_kernel(kernel, kernels.symbol(name), arch, options)
+                if cache:
+                    cache.keep(name, known)
+            compiled[name] = known
     return compiled

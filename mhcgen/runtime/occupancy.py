@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 WARP = 32
+ALL_SHARED = 100  # percent of the memory that L1 and shared memory divide
 PORTABLE_CLUSTER = 8  # blocks of a cluster that every device takes
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,11 @@ def room_for_calls(
             try:
                 room[row.size] = min(
                     clusters_at_once(
-                        compiled[kernel], target.cluster_size, threads, row.shared_bytes
+                        compiled[kernel],
+                        target.cluster_size,
+                        threads,
+                        row.shared_bytes,
+                        getattr(row, "blocks", 1),
                     )
                     for kernel in same
                 )
@@ -82,7 +87,7 @@ def room_for_calls(
 
 
 def clusters_at_once(
-    compiled: Any, cluster_size: int, threads: int, shared_bytes: int
+    compiled: Any, cluster_size: int, threads: int, shared_bytes: int, blocks: int = 1
 ) -> int:
     """How many clusters of a kernel run at once on the current device.
 
@@ -91,6 +96,7 @@ def clusters_at_once(
         cluster_size: Blocks of a cluster.
         threads: Threads of a block.
         shared_bytes: Dynamic shared memory of a block.
+        blocks: Blocks that are to share a multiprocessor.
 
     Raises:
         RuntimeError: The driver refused a question.
@@ -108,6 +114,9 @@ def clusters_at_once(
         attributes = driver.CUfunction_attribute
         largest = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         answer(driver.cuFuncSetAttribute(function, largest, shared_bytes))
+        if blocks > 1:
+            carveout = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            answer(driver.cuFuncSetAttribute(function, carveout, ALL_SHARED))
         if cluster_size > PORTABLE_CLUSTER:
             allowed = attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
             answer(driver.cuFuncSetAttribute(function, allowed, 1))

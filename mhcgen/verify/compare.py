@@ -29,7 +29,8 @@ class Errors:
         published: Elements in the mailboxes that are not what publish was given.
         finalized_ulp: Distance of published sums; 0 where they are close to zero.
         residual: Elements of the new streams whose bits are wrong.
-        layer_input_ulp: Distance of layer inputs where c is no small rest.
+        layer_input_ulp: Distance of layer inputs, or of what an exit returned, where c
+            is no small rest.
         layer_input_share: Largest share of a call's elements more than an ulp off.
         mix: Absolute error of the mixes, at unit scale.
         post: Absolute error of post-mix weights.
@@ -125,6 +126,37 @@ def expected(
     )
 
 
+def expected_entry(subject: Subject, call: Call) -> reference.BoundaryResult:
+    """The reference's results of an entry with a call's hidden state."""
+    inputs = call.inputs
+    return reference.entry_boundary(
+        call.hidden,
+        inputs.fn,
+        inputs.scale,
+        inputs.base,
+        call.norm_weight,
+        subject.constants,
+    )
+
+
+def expected_exit(
+    subject: Subject,
+    call: Call,
+    parts: Sequence[Tensor],
+    streams: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None,
+) -> reference.ExitResult:
+    """The reference's results of an exit; the arguments are those of ``expected``."""
+    residual, post, comb, pre = streams or call.streams
+    weights: Tensor | reference.Head | None = None
+    if call.exit_by == "pre_mix":
+        weights = pre
+    if call.exit_by == "sigmoid":
+        weights = reference.Head(*call.exit_weights.values())
+    return reference.exit_boundary(
+        parts, residual, post, comb, call.norm_weight, subject.constants, weights
+    )
+
+
 def published_errors(call: Call, published: Published) -> Errors:
     """The errors of published rows; of finalize, all ranks must have the same bits."""
     errors = Errors()
@@ -150,17 +182,10 @@ def finalize_distance(rows: Tensor, arguments: RoutedRows) -> int:
 
 def returned_errors(returned: Returned, result: reference.BoundaryResult) -> Errors:
     """The errors of what one rank returned."""
-    check = reference.check_layer_input(returned.layer_input, result)
-    distance = reference.ulp_distance(returned.layer_input, result.layer_input)
-    off = int((distance > 1).sum()) - 1
     mixes = reference.check_mixes(returned.post, returned.comb, result)
-    errors = Errors(
-        residual=wrong_bits(returned.residual, result.residual),
-        layer_input_ulp=check.worst_ulp,
-        layer_input_share=max(0, off) / distance.numel(),
-        post=mixes.worst_post,
-        comb=mixes.worst_comb,
-    )
+    errors = normalized_errors(returned.layer_input, result)
+    errors.residual = wrong_bits(returned.residual, result.residual)
+    errors.post, errors.comb = mixes.worst_post, mixes.worst_comb
     if returned.mix is not None:
         errors.mix = reference.max_abs_error(returned.mix, result.mix)
     if returned.pre is not None:
@@ -168,6 +193,17 @@ def returned_errors(returned: Returned, result: reference.BoundaryResult) -> Err
     if returned.stream_mean is not None:
         errors.stream_mean_ulp = mean_distance(returned.stream_mean, result)
     return errors
+
+
+def normalized_errors(actual: Tensor, result: reference.Collapsed) -> Errors:
+    """The errors of a layer input, or of what an exit returned on one rank, [M, H]."""
+    check = reference.check_layer_input(actual, result)
+    distance = reference.ulp_distance(actual, result.layer_input)
+    off = int((distance > 1).sum()) - 1
+    return Errors(
+        layer_input_ulp=check.worst_ulp,
+        layer_input_share=max(0, off) / distance.numel(),
+    )
 
 
 def mean_distance(actual: Tensor, result: reference.BoundaryResult) -> int:

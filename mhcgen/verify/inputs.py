@@ -35,7 +35,9 @@ class Call:
         routed: Each rank's arguments of finalize; None where x is published.
         pre: [M, HC] FP32, where the pre-mix is delayed.
         norm_weight: [H], where the norm has one.
+        exit_by: What the package's exit collapses the streams by; None without one.
         launches: 1 where the boundary should publish, if it can.
+        leaves: Whether it is an exit.
     """
 
     m: int
@@ -43,12 +45,36 @@ class Call:
     routed: tuple[RoutedRows, ...] | None
     pre: Tensor | None
     norm_weight: Tensor | None
+    exit_by: str | None = None
     launches: int = 2
+    leaves: bool = False
 
     @property
     def streams(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """What the boundary before hands over: residual, post, comb and pre."""
         return self.inputs.residual, self.inputs.post, self.inputs.comb, self.pre
+
+    @property
+    def hidden(self) -> Tensor:
+        """The hidden state that an entry takes, [M, H], the same on all ranks.
+
+        The rows of the last rank, which are the hardest.
+        """
+        return self.inputs.parts[-1]
+
+    @property
+    def exit_weights(self) -> dict[str, Tensor]:
+        """What the exit weighs the streams by, by the names of its arguments."""
+        if self.exit_by == "pre_mix":
+            return {"pre": self.inputs.pre}
+        if self.exit_by != "sigmoid":
+            return {}
+        inputs, hc = self.inputs, self.inputs.residual.shape[1]
+        return {
+            "head_fn": inputs.fn[:hc],
+            "head_scale": inputs.scale[:1],
+            "head_base": inputs.base[:hc],
+        }
 
     def whole(self) -> Call:
         """The same call by a boundary that publishes."""
@@ -82,10 +108,12 @@ def draw(subject: Subject, case: Case, index: int) -> Call:
     kinds: list[tuple[str, bool] | None] = [None, *finalizes]
     turn = index + case.seed
     if case.stress:
-        # Half of the calls take x, and two of three a boundary that publishes.
+        # Half of the calls take x, and two of three a boundary that publishes; of four,
+        # one is an exit.
         kinds += [None] * (len(kinds) - 2)
         way, turn = torch.randint(0, 60, (2,), generator=generator).tolist()
         plain = plain.whole() if way % 3 else plain
+        plain = replace(plain, leaves=subject.exit_by is not None and way % 4 == 0)
     kind = kinds[turn % len(kinds)]
     if kind is None:
         return plain
@@ -115,6 +143,7 @@ def plain_call(
         routed=None,
         pre=inputs.pre if subject.pre_mix == "delayed" else None,
         norm_weight=None if subject.norm_weight == "none" else inputs.norm_weight,
+        exit_by=subject.exit_by,
     )
 
 

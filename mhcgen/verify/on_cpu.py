@@ -7,14 +7,14 @@ takes the streams that the call before it returns.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 import torch
 
-from mhcgen import reference
 from mhcgen.compilation import check_archs, jobs_of
 from mhcgen.emulator.arithmetic import Array
 from mhcgen.emulator.errors import EmulatorError, PtxError
@@ -22,6 +22,7 @@ from mhcgen.emulator.package import (
     BF16,
     EmulatedPackage,
     EmulatedRanks,
+    Head,
     Output,
     Routed,
     Streams,
@@ -32,12 +33,25 @@ from mhcgen.emulator.package import (
     plan_of,
 )
 from mhcgen.errors import MhcgenError
+from mhcgen.plan import LOCAL
+from mhcgen.spec import Transport
 from mhcgen.verify.calls import run_calls
 from mhcgen.verify.cases import Case, Options, cases, check_choice
-from mhcgen.verify.compare import Published, Returned, expected, returned_errors
+from mhcgen.verify.compare import (
+    Published,
+    Returned,
+    expected,
+    expected_entry,
+    expected_exit,
+    normalized_errors,
+    returned_errors,
+)
 from mhcgen.verify.inputs import Call, draw
 from mhcgen.verify.report import Outcome
 from mhcgen.verify.subject import Subject
+
+Result = TypeVar("Result")
+TRANSPORTS = (*get_args(Transport), LOCAL)
 
 
 def wanted_cases(folder: Path, options: Options) -> list[Case]:
@@ -70,7 +84,7 @@ def verify(
     """
     with tempfile.TemporaryDirectory(prefix="mhcgen-") as kept:
         archs = list(dict.fromkeys(case.arch for case in wanted))
-        names = kernels_of(folder, {case.transport for case in wanted})
+        names = kernels_of(folder, wanted)
         compile_ptx(folder, archs, Path(kept), names)
         packages = {}
         outcomes = []
@@ -99,13 +113,20 @@ def check_constants(folder: Path) -> None:
         )
 
 
-def kernels_of(folder: Path, transports: Collection[str]) -> set[str]:
-    """The kernels that some transports need."""
+def kernels_of(folder: Path, wanted: Sequence[Case]) -> set[str]:
+    """The kernels that cases launch: those of their transports and token groups."""
+    table = Subject.of_package(folder).token_groups
+    groups = {
+        next(group for most, group in table[case.arch] if m <= most)
+        for case in wanted
+        for m in case.tokens
+    }
+    transports = {case.transport for case in wanted}
     return {
-        job.row.name
-        for job in jobs_of(folder)
-        if not job.row.name.startswith(("publish", "finalize"))
-        or job.row.name.endswith(tuple(transports))
+        row.name
+        for row in (job.row for job in jobs_of(folder))
+        if (row.token_group is None or row.token_group in groups)
+        and row.name.endswith(tuple(transports)) == row.name.endswith(TRANSPORTS)
     }
 
 
@@ -132,8 +153,11 @@ def run(package: EmulatedPackage, case: Case) -> Outcome:
 def tensor_bytes(subject: Subject, tokens: Sequence[int]) -> int:
     """Memory enough for the tensors of some calls on one rank."""
     row = 2 * subject.hidden
-    each = row * (9 * subject.hc + 32 + 2 * subject.top_k)
-    weights = 2 * subject.hc * (2 + subject.hc) * subject.hc * 2 * row + row
+    ends = subject.entry or subject.exit_by is not None
+    each = row * (9 * subject.hc + 32 + 2 * subject.top_k) * (1 + ends)
+    uploads = 4 + ends  # of fn: for each boundary and end
+    fn = subject.hc * (2 + subject.hc) * subject.hc * 2 * row
+    weights = uploads * (fn + row)
     overhead = 64 << 14  # guards and rounding of each tensor
     return sum(m * each + weights + 4 * row + overhead for m in tokens) + (4 << 20)
 
@@ -180,6 +204,23 @@ class Emulator:
             returned(output, rank)._replace(mix=read(output.mix, rank))
             for rank in range(ranks.plan.tp)
         ]
+
+    def entry(self, call: Call) -> list[Returned]:
+        """Enters the network with a call's hidden state."""
+        ranks = self.ranks
+        hidden = ranks.tensor("hidden", as_numpy(call.hidden))
+        return self._returned(ranks.entry(hidden, weights_of(ranks, call)))
+
+    def consume_exit(self, call: Call) -> list[torch.Tensor]:
+        """Takes what was published through the exit."""
+        ranks = self.ranks
+        output = launch_exit(ranks, call, streams_of(call, ranks.tensor))
+        ranks.run()
+        return [as_torch(output.read(rank)) for rank in range(ranks.plan.tp)]
+
+    def whole_exit(self, call: Call) -> list[torch.Tensor]:
+        """Nothing: an exit is the same two launches with a pause and without."""
+        return []
 
     def problems(self) -> list[str]:
         """What is wrong with the mailboxes once nobody uses them."""
@@ -242,6 +283,20 @@ def launch_publish(ranks: EmulatedRanks, x: Tensor | Routed) -> None:
         ranks.publish(x)
 
 
+def launch_exit(ranks: EmulatedRanks, call: Call, streams: Streams) -> Tensor:
+    """Launches the exit of what was published; returns its normalized rows."""
+    weight, by_head = call.norm_weight, call.exit_by == "sigmoid"
+    named = {
+        name: ranks.tensor(name, as_numpy(each))
+        for name, each in call.exit_weights.items()
+    }
+    return ranks.exit(
+        streams,
+        None if weight is None else ranks.tensor("norm_weight", as_numpy(weight)),
+        Head(**named) if by_head else None,
+    )
+
+
 def returned(output: Output, rank: int) -> Returned:
     """What a boundary returned on a rank, but for its mixes."""
     streams = output.streams
@@ -269,8 +324,9 @@ def run_stress(
     """Launches all calls of a case, and lets the adversary run them."""
     # Room for all blocks, for one cluster after another, or for three; but for all
     # clusters of a boundary that publishes.
-    target = package.plan.target(case.arch)
+    plan, target = package.plan, package.plan.target(case.arch)
     clusters, size = (None, 1, 3)[case.seed % 3], target.cluster_size
+    size = max(size, plan.ends_cluster) if plan.ends else size
     calls = [draw(subject, case, index) for index in range(len(case.tokens))]
     whole = [call.m for call in calls if call.launches == 1]
     at_once = [target.boundary_launch(m).grid[1] for m in whole]
@@ -284,15 +340,13 @@ def run_stress(
     )
     flights: list[_Flight] = []
     for call in calls:
-        before = flights[-1].output.streams if flights else None
-        flights.append(_Flight.start(ranks, call, before))
+        before = flights[-1].output if flights else None
+        streams = None if before is None else before.streams
+        flights.append(_Flight.start(ranks, call, streams))
     ranks.run()
     for flight in flights:
         for rank in range(subject.tp):
-            result = flight.expected(subject, rank)
-            outcome.errors.include(
-                returned_errors(returned(flight.output, rank), result)
-            )
+            flight.compare(subject, rank, outcome)
     outcome.problems += ranks.idle_problems()
 
 
@@ -301,44 +355,87 @@ class _Flight:
     """A call in flight: what it was given and what it returns.
 
     Its mixes are gone when all is over: the next call has overwritten them.
+
+    Attributes:
+        call: The call.
+        streams: The streams that it takes.
+        entered: What an entry before it returned, if it has one.
+        output: What its boundary returns; None of an exit.
+        left: What its exit returns; None of a boundary.
     """
 
     call: Call
     streams: Streams
-    output: Output
-    _results: dict[bytes, reference.BoundaryResult] = field(default_factory=dict)
+    entered: Output | None
+    output: Output | None = None
+    left: Tensor | None = None
+    _results: dict[bytes, Any] = field(default_factory=dict)
 
     @classmethod
     def start(cls, ranks: EmulatedRanks, call: Call, before: Streams | None) -> _Flight:
         """Launches a call, with the streams of the one before if it has enough tokens.
 
-        What comes from elsewhere, a kernel before the publish writes.
+        Otherwise they come from an entry, or from a kernel that stands for one.
         """
+        weights, entered = weights_of(ranks, call), None
         if before is not None and before.residual.shape[0] >= call.m:
             streams = before.first(call.m)
+        elif ranks.plan.spec.ends.entry:
+            hidden = ranks.produced("hidden", as_numpy(call.hidden))
+            entered = ranks.entry(hidden, weights)
+            streams = entered.streams
         else:
             streams = streams_of(call, ranks.produced)
-        weights = weights_of(ranks, call)
+        flight = cls(call, streams, entered)
         x = sent_by(ranks, call, ranks.produced)
-        if call.launches == 1 and ranks.publishes(call.m, call.routed is not None):
-            return cls(call, streams, ranks.call(x, streams, weights))
+        routed = call.routed is not None
+        whole = call.launches == 1 and ranks.publishes(call.m, routed)
+        if whole and not call.leaves:
+            flight.output = ranks.call(x, streams, weights)
+            return flight
         launch_publish(ranks, x)
-        return cls(call, streams, ranks.consume(streams, weights))
+        if call.leaves:
+            flight.left = launch_exit(ranks, call, streams)
+        else:
+            flight.output = ranks.consume(streams, weights)
+        return flight
 
-    def expected(self, subject: Subject, rank: int) -> reference.BoundaryResult:
-        """The reference's results for the streams that this rank was given."""
+    def compare(self, subject: Subject, rank: int, outcome: Outcome) -> None:
+        """Compares what one rank returned with the reference, from what it was given.
+
+        The ranks' streams are the same, unless something is wrong.
+        """
+        if self.entered is not None:
+            result = self._once(b"entry", lambda: expected_entry(subject, self.call))
+            errors = returned_errors(returned(self.entered, rank), result)
+            outcome.end("entry").include(errors)
         streams = self.streams
-        residual = as_torch(streams.residual.read(rank))
-        post, comb = (
+        given = (
+            as_torch(streams.residual.read(rank)),
             as_torch(streams.post.read(rank)),
             as_torch(streams.comb.read(rank)),
+            read(streams.pre, rank),
         )
-        given = residual, post, comb, read(streams.pre, rank)
-        # The ranks' streams are the same, unless something is wrong.
         key = b"".join(as_numpy(each).tobytes() for each in given if each is not None)
+        call = self.call
+        if self.left is not None:
+            left = self._once(
+                key, lambda: expected_exit(subject, call, call.parts(), given)
+            )
+            rows = as_torch(self.left.read(rank))
+            outcome.end("exit").include(normalized_errors(rows, left))
+        if self.output is not None:
+            result = self._once(
+                key, lambda: expected(subject, call, call.parts(), given)
+            )
+            errors = returned_errors(returned(self.output, rank), result)
+            outcome.errors.include(errors)
+
+    def _once(self, key: bytes, compute: Callable[[], Result]) -> Result:
         if key not in self._results:
-            self._results[key] = expected(subject, self.call, self.call.parts(), given)
-        return self._results[key]
+            self._results[key] = compute()
+        result: Result = self._results[key]
+        return result
 
 
 # --- BF16 -----------------------------------------------------------------------------

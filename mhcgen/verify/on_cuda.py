@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mhcgen import reference
 from mhcgen.compilation import CompileError
 from mhcgen.errors import MhcgenError
 from mhcgen.verify.calls import Executor, run_calls
@@ -222,7 +223,8 @@ class GpuRanks:
         ranks: The ranks.
         together: What they have in common with ranks in other processes.
         watchdog: Watches what they launch.
-        mixes: What the boundaries since the last step hand to the mixes, a rank each.
+        mixes: What the boundaries or entries since the last step hand to the mixes, a
+            rank each.
         generation: Where their mailboxes should be.
     """
 
@@ -246,19 +248,37 @@ class GpuRanks:
                 launch_publish(rank, call)
 
         self._step("publish", launch)
-        rows = []
-        for rank in self.ranks:
-            buffer = rank._launcher.mailbox.buffer
-            rows.append(buffer[generation_of(rank), :, : call.m].cpu())
+        rows = [arrived(rank, call.m) for rank in self.ranks]
         return Published(self.together.first(rows[0]), rows)
 
     def consume(self, call: Call) -> list[Returned]:
         """Takes what was published through the boundary."""
+        self._advance()
         return self._returned("boundary", lambda: self._boundaries(call))
 
     def whole(self, call: Call) -> list[Returned]:
         """Makes a call without a pause."""
+        self._advance()
         return self._returned("whole call", lambda: self._whole_calls(call))
+
+    def entry(self, call: Call) -> list[Returned]:
+        """Enters the network with a call's hidden state."""
+
+        def launch() -> list[BoundaryOutput]:
+            return [
+                rank.entry(on_device(rank, call.hidden), *weights_on_device(rank, call))
+                for rank in self.ranks
+            ]
+
+        return self._returned("entry", launch)
+
+    def consume_exit(self, call: Call) -> list[Tensor]:
+        """Takes what was published through the exit."""
+        return self._left("exit", lambda: self._exits(call))
+
+    def whole_exit(self, call: Call) -> list[Tensor]:
+        """Makes an exit without a pause."""
+        return self._left("whole exit", lambda: self._whole_exits(call))
 
     def problems(self) -> list[str]:
         """What is wrong with the mailboxes once nobody uses them."""
@@ -268,6 +288,8 @@ class GpuRanks:
         problems = []
         for rank in self.ranks:
             mailbox = rank._launcher.mailbox
+            if not mailbox.state.numel():
+                continue  # one rank alone has none
             left = int((mailbox.buffer.view(torch.int16) != SENTINEL_BITS).sum())
             if left:
                 problems.append(
@@ -299,14 +321,42 @@ class GpuRanks:
             return [rank(on_device(rank, call.inputs.parts[rank.rank]), *shared)]
         return [rank.finalize(*routed_on_device(rank, call), *shared)]
 
+    def _exits(self, call: Call) -> list[Tensor]:
+        return [
+            rank.consume_exit(*streams_on_device(rank, call), **exit_named(rank, call))
+            for rank in self.ranks
+        ]
+
+    def _whole_exits(self, call: Call) -> list[Tensor]:
+        if len(self.ranks) > 1:
+            for rank in self.ranks:
+                launch_publish(rank, call)
+            return self._exits(call)
+        (rank,) = self.ranks
+        streams, named = streams_on_device(rank, call), exit_named(rank, call)
+        if call.routed is None:
+            x = on_device(rank, call.inputs.parts[rank.rank])
+            return [rank.exit(x, *streams, **named)]
+        return [rank.exit_finalize(*routed_on_device(rank, call), *streams, **named)]
+
+    def _left(self, name: str, launch: Callable[[], list[Tensor]]) -> list[Tensor]:
+        self._advance()
+        outputs: list[Tensor] = []
+        self._step(name, lambda: outputs.extend(launch()))
+        return [output.cpu() for output in outputs]
+
+    def _advance(self) -> None:
+        """A boundary or an exit is about to consume a generation."""
+        generations = self.ranks[0]._launcher.mailbox.buffer.shape[0]
+        # One rank alone has none.
+        self.generation = (self.generation + 1) % max(1, generations)
+
     def _returned(
         self, name: str, launch: Callable[[], list[BoundaryOutput]]
     ) -> list[Returned]:
         outputs: list[BoundaryOutput] = []
         self.mixes.clear()
         self._step(name, lambda: outputs.extend(launch()))
-        generations = self.ranks[0]._launcher.mailbox.buffer.shape[0]
-        self.generation = (self.generation + 1) % generations
         return [
             Returned(
                 residual=output.residual.cpu(),
@@ -336,7 +386,8 @@ class GpuRanks:
 def poison(rank: FusedBoundary, mixes: list[Tensor | None]) -> None:
     """Fills all outputs of a rank with NaN from now on, and keeps its mixes."""
     launcher = rank._launcher
-    outputs, mix = launcher.outputs, launcher.mix
+    outputs, mix, entry_mix = launcher.outputs, launcher.mix, launcher.entry_mix
+    exit_output = launcher.exit_output
 
     def poisoned_outputs(m: int) -> BoundaryOutput:
         made = outputs(m)
@@ -344,17 +395,44 @@ def poison(rank: FusedBoundary, mixes: list[Tensor | None]) -> None:
             tensor.fill_(torch.nan)
         return made
 
-    def poisoned_mix(m: int) -> Tensor | None:
-        made = mix(m)
-        mixes.append(None if made is None else made.fill_(torch.nan))
+    def poisoned_mix(m: int) -> Tensor:
+        made = entry_mix(m).fill_(torch.nan)
+        mixes.append(made)
         return made
 
-    vars(launcher).update(outputs=poisoned_outputs, mix=poisoned_mix)
+    def mix_or_none(m: int) -> Tensor | None:
+        made = mix(m)  # a poisoned one, which is kept already, or none
+        if made is None:
+            mixes.append(None)
+        return made
+
+    vars(launcher).update(
+        outputs=poisoned_outputs,
+        mix=mix_or_none,
+        entry_mix=poisoned_mix,
+        exit_output=lambda m: exit_output(m).fill_(torch.nan),
+    )
 
 
 def generation_of(rank: FusedBoundary) -> int:
-    """The generation of the mailbox that the next call of a rank uses."""
-    return int(rank._launcher.mailbox.state[0])
+    """The generation of the mailbox that the next call of a rank uses.
+
+    0 for one rank alone, which has no mailbox.
+    """
+    state = rank._launcher.mailbox.state
+    return int(state[0]) if state.numel() else 0
+
+
+def arrived(rank: FusedBoundary, m: int) -> Tensor:
+    """What the next boundary of a rank takes: every rank's rows, [TP, M, H].
+
+    One rank alone takes its own, -0.0 as +0.0.
+    """
+    launcher = rank._launcher
+    if launcher.mailbox.state.numel():
+        return launcher.mailbox.buffer[generation_of(rank), :, :m].cpu()
+    assert launcher.rows is not None
+    return reference.sanitize(launcher.rows.cpu())[None]
 
 
 def launch_publish(rank: FusedBoundary, call: Call) -> None:
@@ -370,6 +448,13 @@ def on_device(rank: FusedBoundary, tensor: Tensor) -> Tensor:
     return tensor.to(rank.device)
 
 
+def on_device_or_none(
+    rank: FusedBoundary, tensors: Sequence[Tensor | None]
+) -> list[Any]:
+    """Tensors on the GPU of a rank; None stays None."""
+    return [None if each is None else on_device(rank, each) for each in tensors]
+
+
 def on_host(output: BoundaryOutput, name: str) -> Tensor | None:
     """What a boundary returned by a name that not every package has."""
     tensor: Tensor | None = getattr(output, name, None)
@@ -378,12 +463,29 @@ def on_host(output: BoundaryOutput, name: str) -> Tensor | None:
 
 def shared_arguments(rank: FusedBoundary, call: Call) -> list[Any]:
     """The arguments of a boundary behind those that are published."""
-    inputs, (residual, post, comb, pre) = call.inputs, call.streams
-    weights = (inputs.fn, inputs.scale, inputs.base, call.norm_weight)
+    *streams, pre = call.streams
     return [
-        None if each is None else on_device(rank, each)
-        for each in (residual, post, comb, *weights, pre)
+        *on_device_or_none(rank, streams),
+        *weights_on_device(rank, call),
+        *on_device_or_none(rank, [pre]),
     ]
+
+
+def weights_on_device(rank: FusedBoundary, call: Call) -> list[Any]:
+    """The weights of a boundary, or of an entry."""
+    inputs = call.inputs
+    weights = [inputs.fn, inputs.scale, inputs.base, call.norm_weight]
+    return on_device_or_none(rank, weights)
+
+
+def streams_on_device(rank: FusedBoundary, call: Call) -> list[Any]:
+    """The arguments of an exit behind those that are published, but for named ones."""
+    return on_device_or_none(rank, [*call.streams[:3], call.norm_weight])
+
+
+def exit_named(rank: FusedBoundary, call: Call) -> dict[str, Tensor]:
+    """The arguments of an exit that are given by name."""
+    return {name: on_device(rank, each) for name, each in call.exit_weights.items()}
 
 
 def routed_on_device(rank: FusedBoundary, call: Call) -> RoutedRows:

@@ -38,6 +38,8 @@ class Subject:
         norm_weight: What the norm multiplies by; ``none`` if nothing.
         stream_mean: Whether a boundary returns the mean of its streams.
         mixes: ``side_stream``, or ``tail`` where a boundary computes them itself.
+        entry: Whether there is an entry.
+        exit_by: What the exit collapses the streams by; None without an exit.
     """
 
     name: str
@@ -57,6 +59,8 @@ class Subject:
     norm_weight: str = "plain"
     stream_mean: bool = False
     mixes: str = "side_stream"
+    entry: bool = False
+    exit_by: str | None = None
 
     @property
     def archs(self) -> tuple[str, ...]:
@@ -97,6 +101,8 @@ class Subject:
             norm_weight=model.norm_weight,
             stream_mean=plan.stream_mean,
             mixes=plan.spec.mixes,
+            entry=plan.spec.ends.entry,
+            exit_by=plan.exit_by,
         )
 
     @classmethod
@@ -137,6 +143,8 @@ class Subject:
             norm_weight=c.NORM_WEIGHT,
             stream_mean=c.STREAM_MEAN,
             mixes=c.MIXES,
+            entry=c.ENTRY,
+            exit_by=c.EXIT,
         )
 
     def differences(self, other: Subject) -> list[str]:

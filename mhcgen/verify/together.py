@@ -83,8 +83,10 @@ class Group:
         merged = Outcome(outcome.case)
         for rank, one in enumerate(gathered):
             merged.errors.include(one.errors)
+            for name, errors in one.ends.items():
+                merged.end(name).include(errors)
             problems = list(one.problems)
-            if not one.errors.ok:
+            if not all(errors.ok for errors in one.by_kernel.values()):
                 problems.append(f"rank {rank} has wrong elements, or too large errors")
             merged.problems += [p for p in problems if p not in merged.problems]
         return merged

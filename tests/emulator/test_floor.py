@@ -61,10 +61,9 @@ def test_it_sums_and_leaves_the_mailbox_armed(
         y = ranks.tensor("y", np.zeros((m, plan.hidden), np.uint16))
         ranks._arm(m)
         arguments = {
+            **ranks._take_published(),
             "x": x,
             "mailboxes": ranks._mailboxes,
-            "mailbox": ranks._mailbox,
-            "state": ranks._state,
             "y": y,
         }
         geometry = Geometry(

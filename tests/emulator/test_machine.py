@@ -12,6 +12,7 @@ from mhcgen.emulator.errors import (
     MemoryFaultError,
 )
 from mhcgen.emulator.machine import Geometry
+from mhcgen.emulator.memory import GlobalMemory
 from mhcgen.emulator.scheduler import Stream
 from tests.emulator.tiny import FIRST_LINE, Tiny, program, result
 
@@ -71,6 +72,15 @@ def test_uninitialised_read() -> None:
         MemoryFaultError,
         "uninitialised read: 4 bytes at byte 4 of out .* nothing has written",
     )
+
+
+def test_memory_larger_than_the_machine_has() -> None:
+    """Mailboxes of 16 ranks take tens of gigabytes, of which a call touches little."""
+    memory = GlobalMemory(1 << 40)
+    memory.allocate("mailbox", (1 << 40) - (1 << 20), reserved=True)
+    last = memory.allocate("x", 4)
+    memory.write(last, np.array([7], np.uint32))
+    assert memory.read(last, 4).view(np.uint32) == [7]
 
 
 def test_freed_memory() -> None:

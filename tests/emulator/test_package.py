@@ -76,11 +76,12 @@ def test_what_the_compiler_emits_for_sm_120a(tmp_path: Path, narrow_plan: Plan) 
         for path, text in render(narrow_plan).items()
     }
     write_files(folder, files)
-    compile_ptx(folder, ["sm_120a"], ptx, kernels_of(folder, {"unicast"}))
+    cases = [Case("sm_120a", "unicast", (m,) * 7, seed=m) for m in (1, 5)]
+    compile_ptx(folder, ["sm_120a"], ptx, kernels_of(folder, cases))
     package = load_package(folder, "sm_120a", ptx)
     as_sm_90a = dataclasses.replace(package, arch="sm_90a")
-    for m in (1, 5):
-        outcome = run(as_sm_90a, Case("sm_90a", "unicast", (m,) * 7, seed=m))
+    for case in cases:
+        outcome = run(as_sm_90a, dataclasses.replace(case, arch="sm_90a"))
         assert outcome.ok, (outcome.errors, outcome.problems)
 
 

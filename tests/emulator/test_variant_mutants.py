@@ -4,18 +4,15 @@ import functools
 
 import pytest
 
-from mhcgen.emulator.errors import EmulatorError
+from mhcgen import reference
 from mhcgen.emulator.package import EmulatedPackage
 from mhcgen.plan import Plan, make_plan
 from mhcgen.verify.cases import Case
 from mhcgen.verify.on_cpu import run
 from tests.emulator.conftest import Load
 from tests.emulator.planting import Mutant, Plant
-from tests.emulator.test_variants import run_ends, run_passes
 from tests.variants import VARIANTS
 
-CALLS = ("publish_unicast", "boundary_3", "boundary_3_unicast", "mixes")
-ENDS = ("publish_unicast", "boundary_1", "boundary_3", "mixes", "entry", "exit")
 BOUNDARY = ("boundary_3_unicast",)
 MUTANTS = {
     "fma_in_registers": [
@@ -165,19 +162,20 @@ def plan_of(name: str) -> Plan:
 
 def loaded(load: Load, name: str) -> EmulatedPackage:
     plan = plan_of(name)
-    return load(plan, plan.targets[0].arch, ENDS if plan.ends else CALLS)
+    return load(plan, plan.targets[0].arch)
 
 
 def is_right(package: EmulatedPackage) -> bool:
     """Whether all is well in calls whose last token group has two, or at the ends."""
-    if not package.plan.ends:
-        return run(package, Case(package.arch, "unicast", (5,) * 3, seed=0)).ok
-    try:
-        run_ends(package, 3)
-        run_passes(package)
-    except (AssertionError, EmulatorError):
-        return False
-    return True
+    cases = [Case(package.arch, "unicast", (5,) * 3, seed=0)]
+    if package.plan.ends:
+        every = (3,) * len(reference.VARIANTS)
+        cases = [Case(package.arch, "unicast", every, seed=1)]
+        cases += [
+            Case(package.arch, "unicast", (4, 1, 3), seed, stress=True)
+            for seed in range(3)
+        ]
+    return all(run(package, case).ok for case in cases)
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -1,118 +1,113 @@
 """Kernels of every type, output and end, executed and compared with the reference."""
 
 import dataclasses
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from mhcgen import reference
-from mhcgen.emulator.package import EmulatedPackage, EmulatedRanks, Streams
-from mhcgen.plan import GENERATIONS, Plan
+from mhcgen.emulator.package import EmulatedRanks, Streams
+from mhcgen.plan import Plan
 from mhcgen.verify.cases import Case
 from mhcgen.verify.inputs import plain_call
 from mhcgen.verify.on_cpu import as_numpy, run, weights_of
 from mhcgen.verify.subject import Subject
 from tests.emulator.conftest import Load
-from tests.emulator.network import Network
+from tests.shapes import SHAPES
 from tests.variants import VARIANTS
 
-pytestmark = pytest.mark.long
+IN_CI = (
+    "fp16_and_fp32",
+    "plus_one",
+    "delayed",
+    "tail",
+    "ends",
+    "ends_by_pre_mix",
+    "ends_of_one_rank",
+)
+"""With the shapes they show every value; `make long` runs the others, too."""
 
-ENDS = [plan for plan in VARIANTS if plan.ends]
+
+def params(plans: Iterable[Plan]) -> list[Any]:
+    return [
+        pytest.param(
+            plan, id=plan.name, marks=() if plan.name in IN_CI else pytest.mark.long
+        )
+        for plan in plans
+    ]
 
 
-@pytest.mark.parametrize("plan", VARIANTS, ids=lambda plan: plan.name)
+def test_ci_runs_every_value() -> None:
+    plans = [*SHAPES, *(plan for plan in VARIANTS if plan.name in IN_CI)]
+    specs = [plan.spec for plan in plans]
+    precisions = [spec.precision for spec in specs]
+    assert {plan.hc for plan in plans} == {1, 2, 4, 8}
+    assert {plan.tp for plan in plans} == {1, 2, 4, 8, 16}
+    assert {plan.targets[0].cluster_size for plan in plans} >= {1, 2, 5, 7, 16}
+    assert {plan.fn_home for plan in plans} == {"registers", "shared", "global"}
+    assert {plan.projection for plan in plans} == {"tensor_cores", "fma"}
+    assert {precision.activation for precision in precisions} == {"bf16", "fp16"}
+    assert {precision.fn_weight for precision in precisions} == {"bf16", "fp32"}
+    assert {spec.model.pre_mix for spec in specs} == {"fresh", "delayed"}
+    assert {plan.norm_weight for plan in plans} == {"plain", "plus_one", "none"}
+    assert {spec.mixes for spec in specs} == {"side_stream", "tail"}
+    assert {spec.ends.entry for spec in specs} == {False, True}
+    assert {plan.exit_by for plan in plans} == {None, "mean", "sigmoid", "pre_mix"}
+    assert {plan.stream_mean for plan in plans} == {False, True}
+    assert {spec.batch_invariant for spec in specs} == {False, True}
+    assert {transport for plan in plans for transport in plan.transports} == {
+        "multicast",
+        "unicast",
+        "local",
+    }
+
+
+@pytest.mark.parametrize("plan", params(VARIANTS))
 def test_every_output(load: Load, plan: Plan) -> None:
-    """One token, and a call whose last token group has two: every kind of input."""
+    """One token, and a call whose last token group has two: every kind of input.
+
+    Between boundaries, entries and exits where there are some.
+    """
     (target,) = plan.targets
     package = load(plan, target.arch)
     calls = len(reference.VARIANTS)
     for transport, tokens in zip(plan.transports * 2, (1, 5), strict=False):
         outcome = run(package, Case(target.arch, transport, (tokens,) * calls, 3))
-        assert outcome.ok, (outcome.errors, outcome.problems)
+        assert outcome.ok, (outcome.errors, outcome.ends, outcome.problems)
+        assert set(outcome.ends) == ends_of(plan)
 
 
 STRESSED = ("fp16", "fp32_in_l2", "delayed", "delayed_trips", "delayed_fp16")
 
 
+def ends_of(plan: Plan) -> set[str]:
+    ends = {"entry": plan.spec.ends.entry, "exit": plan.exit_by is not None}
+    return {name for name, is_there in ends.items() if is_there}
+
+
 @pytest.mark.parametrize(
-    "plan", [p for p in VARIANTS if p.name in STRESSED], ids=lambda plan: plan.name
+    "plan", params(plan for plan in VARIANTS if plan.name in STRESSED or plan.ends)
 )
 def test_calls_in_flight(load: Load, plan: Plan) -> None:
-    """Each call takes the streams, and the pre-mix, of the call before it."""
+    """Each call takes the streams, and the pre-mix, of the call or entry before it."""
     (target,) = plan.targets
     package = load(plan, target.arch)
-    for seed in range(3):
-        case = Case(target.arch, "unicast", (5, 4, 1, 3), seed, stress=True)
-        outcome = run(package, case)
-        assert outcome.ok, (outcome.errors, outcome.problems)
-
-
-def run_ends(package: EmulatedPackage, tokens: int) -> None:
-    """Exits, and entries, with every kind of input; the mailbox is armed again."""
-    plan = package.plan
-    network = Network(package, EmulatedRanks(package, plan.transports[-1]))
-    for seed, hard in enumerate(reference.VARIANTS):
-        call = plain_call(Subject.of_plan(plan), tokens, seed, hard)
-        checks = []
-        if plan.exit_by:
-            checks.append(network.exit(call))
-        if plan.spec.ends.entry:
-            checks.append(network.entry(call)[1])
-        network.ranks.run()
-        for check in checks:
-            check()
-    assert network.ranks.idle_problems() == []
-    if plan.exit_by and plan.tp > 1:
-        exits = len(reference.VARIANTS)
-        assert network.ranks.generation(0) == exits % GENERATIONS
-
-
-@pytest.mark.parametrize("plan", ENDS, ids=lambda plan: plan.name)
-def test_the_ends(load: Load, plan: Plan) -> None:
-    """One token and several."""
-    (target,) = plan.targets
-    package = load(plan, target.arch)
-    for tokens in (1, 3):
-        run_ends(package, tokens)
-
-
-def run_passes(package: EmulatedPackage) -> None:
-    """Forward passes in flight at once: they share the mailbox, under the adversary."""
-    plan = package.plan
-    (target,) = plan.targets
-    # Several blocks of an end, with more to do, take one seed; others three.
-    wide = plan.ends_cluster > 1
-    for seed, resident in enumerate((1,) if wide else (None, 1, 3)):
-        clusters = resident and resident * max(target.cluster_size, plan.ends_cluster)
-        ranks = EmulatedRanks(package, "unicast", seed, clusters)
-        network = Network(package, ranks)
-        checks = []
-        for turn, tokens in enumerate((2, 1) if wide else (4, 1, 3)):
-            call = plain_call(Subject.of_plan(plan), tokens, 10 * seed + turn)
-            output, check = network.entry(call)
-            checks.append(check)
-            ranks.publish(ranks.tensor("x", *map(as_numpy, call.inputs.parts)))
-            output = ranks.consume(output.streams, weights_of(ranks, call))
-            checks.append(network.exit(call, output.streams))
-        ranks.run()
-        for check in checks:
-            check()
-        assert ranks.idle_problems() == []
+    outcomes = [
+        run(package, Case(target.arch, plan.transports[-1], (5, 4, 1, 3), seed, True))
+        for seed in range(3)
+    ]
+    for outcome in outcomes:
+        assert outcome.ok, (outcome.errors, outcome.ends, outcome.problems)
+    assert set().union(*(outcome.ends for outcome in outcomes)) == ends_of(plan)
 
 
 @pytest.mark.parametrize(
-    "plan", [p for p in ENDS if p.spec.ends.entry], ids=lambda plan: plan.name
+    "plan", params(plan for plan in VARIANTS if plan.spec.batch_invariant)
 )
-def test_forward_passes_in_flight(load: Load, plan: Plan) -> None:
-    """Entry, boundary and exit, one behind the other."""
-    run_passes(load(plan, plan.targets[0].arch))
-
-
-@pytest.mark.parametrize("name", ["plus_one", "fp32", "delayed", "fp16_means"])
-def test_a_token_has_the_same_bits_wherever_it_is(load: Load, name: str) -> None:
+def test_a_token_has_the_same_bits_wherever_it_is(load: Load, plan: Plan) -> None:
     """Alone, in a group, first, last or between: the same on every rank, too."""
-    plan = next(plan for plan in VARIANTS if plan.name == name)
     (target,) = plan.targets
     package = load(plan, target.arch)
     ranks = EmulatedRanks(package, "unicast")

@@ -12,6 +12,16 @@ from mhcgen.plan import make_plan
 from mhcgen.render import render
 from mhcgen.spec import Spec
 
+SPLIT = {
+    "sm_90a": {
+        "token_groups": [
+            {"max_tokens": 7, "group": 1},
+            {"max_tokens": 60, "group": 2, "fn_octets": 2},
+            {"max_tokens": 120, "group": 4, "fn_octets": 1},
+            {"max_tokens": 256, "group": 9, "fn_octets": 0},
+        ]
+    }
+}
 FP16, FP32 = {"activation": "fp16"}, {"fn_weight": "fp32"}
 SPECS: dict[str, dict[str, Any]] = {
     "side_stream": {"mixes": "side_stream", "moe": {}},
@@ -21,6 +31,7 @@ SPECS: dict[str, dict[str, Any]] = {
         "model": {"hidden": 5120, "pre_mix": "delayed"},
         "outputs": {"stream_mean": True},
     },
+    "split_fn": {"moe": {}, "targets": SPLIT},
     "half": {"precision": FP16, "moe": {}},
     "wide_fn": {"precision": FP32, "model": {"norm_weight": "plus_one"}},
     "half_wide_fn": {

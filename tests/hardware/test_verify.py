@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from mhcgen import cli, reference
+from mhcgen.verify.subject import Subject
 
 from .conftest import GENERATED
+from .packages import FOLDER, NAMES
 
 TOKENS = (1, 3, 17, 64)
 
@@ -48,6 +50,25 @@ def test_one_gpu_plays_all_ranks(
     # FP32 sums are never the float64 ones: errors of exactly zero were not measured.
     assert all(case["ok"] and case["errors"]["mix"] > 0 for case in cases)
     assert all(case["errors"]["comb"] > 0 for case in cases)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packages_of_every_kind(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    name: str,
+) -> None:
+    """Those that other tests compare by hand, with their entries and exits."""
+    file = tmp_path / "out.json"
+    words = ["--device", "cuda", "--tokens", "1,17", "--json", file]
+    code = run(monkeypatch, FOLDER / name, *words)
+    assert code == 0, capsys.readouterr().out
+    subject = Subject.of_package(FOLDER / name)
+    ends = ["entry"] * subject.entry + ["exit"] * (subject.exit_by is not None)
+    for case in cases_in(file):
+        assert set(case["ends"]) == set(ends)
+        assert all(case["ends"][end]["layer_input_ulp"] <= 2 for end in ends)
 
 
 BROKEN = [
