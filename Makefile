@@ -8,7 +8,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: build test long mutants format clean
+.PHONY: build test long format clean
 
 build: $(INSTALLED)
 	$(BIN)/mhcgen build specs/glm53.yaml
@@ -22,9 +22,6 @@ test: $(INSTALLED)
 
 long: $(INSTALLED)
 	$(BIN)/pytest -n 2 -m long tests/emulator
-
-mutants: $(INSTALLED)
-	$(BIN)/pytest -n 2 -m mutants --timeout 3600 tests/emulator
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --select I --fix

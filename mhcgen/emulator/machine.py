@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -45,6 +46,8 @@ COPY_BYTES = 16
 CLUSTER_SPACE = 24
 """Bits of an address within a block in the shared memory of its cluster."""
 
+MEETINGS = frozenset(Kind) - {Kind.COMPUTE, Kind.WARP, Kind.BRANCH, Kind.EXIT}
+
 # What a thread is doing.
 UNSTARTED, READY, POLLING, AT_WARP, AT_BARRIER, AT_CLUSTER, AT_GRID, EXITED = range(8)
 WAITS_FOR = {
@@ -72,6 +75,15 @@ class Program:
             PtxError: It has an instruction that the emulator does not know.
         """
         return cls(kernel, tuple(compile_kernel(kernel)))
+
+    @cached_property
+    def meetings(self) -> Sequence[int]:
+        """The operations by which threads wait for others, or tell them to go on."""
+        return [
+            place
+            for place, operation in enumerate(self.operations)
+            if operation.polls or operation.kind in MEETINGS
+        ]
 
 
 @dataclass(frozen=True)
@@ -127,6 +139,23 @@ class Delays(Protocol):
 
     def fence(self, grid: Grid) -> None:
         """Lands what a launch has stored."""
+
+
+@dataclass(frozen=True)
+class Starved:
+    """Threads that do not run as long as any others can.
+
+    Attributes:
+        threads: Which.
+        since: The instruction that they still get to.
+    """
+
+    threads: Array
+    since: int
+
+    def fed(self, pc: Array) -> Array:
+        """The threads that may run, given the instruction of each."""
+        return ~self.threads | (pc < self.since)
 
 
 class Machine:
@@ -259,12 +288,18 @@ class Machine:
         self.pc[threads] += 1
         self._idle = False
 
-    def run(self, allowed: Array | None = None, budget: int = NEVER) -> int:
+    def run(
+        self,
+        allowed: Array | None = None,
+        budget: int = NEVER,
+        starved: Starved | None = None,
+    ) -> int:
         """Executes until nothing allowed is ready or the budget is used up.
 
         Args:
             allowed: Which threads may run; None for all.
             budget: The largest number of operations.
+            starved: Which of them do not, from some instruction on.
 
         Returns:
             The operations executed.
@@ -279,6 +314,8 @@ class Machine:
                 ready = self.status == READY
                 if allowed is not None:
                     ready &= allowed
+                if starved is not None:
+                    ready &= starved.fed(self.pc)
                 threads = np.flatnonzero(ready)
                 if not threads.size:
                     break
@@ -286,8 +323,10 @@ class Machine:
                 lowest = int(at.min())
                 others = at != lowest
                 meeting = NEVER
+                if starved is not None and lowest < starved.since:
+                    meeting = starved.since
                 if others.any():
-                    meeting = int(at[others].min())
+                    meeting = min(meeting, int(at[others].min()))
                     threads = threads[~others]
                 executed += self._run(threads, lowest, meeting, budget - executed)
         self.executed += executed

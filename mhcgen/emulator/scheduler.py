@@ -9,8 +9,9 @@ its own predecessor still runs.
 
 Without a seed everything happens in order and at once, which is fast. With a seed, the
 scheduler is an adversary within these rules: it lets random warps and lanes run for
-random slices, starts blocks one by one, holds ranks back, and lets stores into other
-ranks' memory land late, out of order and in pieces. The same seed gives the same run.
+random slices, starts blocks one by one, holds ranks back, leaves some warps or blocks
+behind until nothing else can go on, and lets stores into other ranks' memory land late,
+out of order and in pieces. The same seed gives the same run.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from mhcgen.emulator.errors import DeadlockError
 from mhcgen.emulator.instructions import WARP
 from mhcgen.emulator.machine import (
     NEVER,
+    READY,
     WAITS_FOR,
     Geometry,
     Grid,
     Machine,
     Program,
+    Starved,
 )
 from mhcgen.emulator.memory import GlobalMemory
 
@@ -213,7 +216,8 @@ class _Temper:
         self._landing = rng.choice([0.02, 0.2, 0.6])
         self._starting = rng.choice([0.05, 0.5, 1.0])
         self._holding = rng.choice([0.0, 0.02, 0.2])
-        self._starving = rng.choice([0.0, 0.005, 0.05])
+        self._late = bool(rng.random() < 0.7)
+        self._starving = rng.choice([0.0, 0.0005] if self._late else [0.0, 0.01])
         self._overtaking = rng.choice([0.0, 0.5, 0.95])
 
     def lands(self) -> bool:
@@ -233,17 +237,26 @@ class _Temper:
         count = self.rng.integers(ranks)
         return {*self.rng.permutation(ranks)[:count].tolist()}
 
+    def starves_from_the_start(self) -> bool:
+        """Whether some threads of every machine starve from early on."""
+        return self._late
+
     def starves_others(self) -> bool:
         """Whether other threads of a machine starve from now on."""
         return bool(self.rng.random() < self._starving)
 
-    def starved(self, machine: Machine) -> Array:
-        """The threads that do not run as long as others can: blocks, or warps."""
+    def starved(self, machine: Machine) -> Starved:
+        """Who starves: a few blocks or warps, mostly once they have met others."""
         rng = self.rng
-        share = (0.1, 0.3, 0.6)[rng.integers(3)]
-        if rng.integers(2):
-            return np.asarray((rng.random(machine.blocks) < share)[machine.block_of])
-        return np.repeat(rng.random(machine.threads // WARP) < share, WARP)
+        by_block = rng.random() < 0.25
+        total = machine.blocks if by_block else machine.threads // WARP
+        some = np.zeros(total, bool)
+        some[rng.integers(total, size=rng.integers(1, 3))] = True
+        threads = some[machine.block_of] if by_block else np.repeat(some, WARP)
+        places = machine.program.meetings
+        if not places or rng.random() < 0.2:
+            places = range(len(machine.program.operations))
+        return Starved(threads, places[int(rng.integers(len(places)))] + 1)
 
     def pick(self, count: int) -> int:
         """Which of some machines runs: any, or the one launched last."""
@@ -283,7 +296,15 @@ class _Crew:
     clusters: Array
     refused: int = -1
     blocks: Array = field(default_factory=lambda: np.empty(0, np.int64))
-    starved: Array | None = None
+    starved: Starved | None = None
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether any thread can go on that does not starve."""
+        machine, starved = self.machine, self.starved
+        if starved is None or not machine.is_ready:
+            return machine.is_ready
+        return bool(((machine.status == READY) & starved.fed(machine.pc)).any())
 
 
 class World:
@@ -381,7 +402,10 @@ class World:
             machine = Machine(
                 program, geometry, launches, part, self.memory, self._outbox
             )
-            self._crews.append(_Crew(machine, launches, np.arange(len(part))))
+            crew = _Crew(machine, launches, np.arange(len(part)))
+            if self._temper and self._temper.starves_from_the_start():
+                crew.starved = self._temper.starved(machine)
+            self._crews.append(crew)
 
     def run(self) -> None:
         """Runs until every launch is complete.
@@ -392,7 +416,7 @@ class World:
         while self._launches:
             moved = self._whim() if self._temper else self._turn()
             moved |= self._settle()
-            if not moved and not self._wake():
+            if not moved and not self._wake() and not self._feed():
                 self._check_deadlock()
 
     # --- in order -------------------------------------------------------------------
@@ -463,6 +487,13 @@ class World:
                 woken |= crew.machine.wake_polls()
         return woken
 
+    def _feed(self) -> bool:
+        """Lets those go on that starve, as nobody else can."""
+        hungry = [c for c in self._crews if c.starved and c.machine.is_ready]
+        for crew in hungry:
+            crew.starved = None
+        return bool(hungry)
+
     # --- at random ------------------------------------------------------------------
 
     def _whim(self) -> bool:
@@ -485,7 +516,7 @@ class World:
                     machine.land_stores(temper.rng)
             if machine.is_stale and temper.rng.random() < 0.3:
                 machine.wake_polls()
-            if machine.is_ready:
+            if crew.can_go_on:
                 candidates.append(crew)
         if not candidates:
             self._held_back = set()
@@ -495,14 +526,11 @@ class World:
         if temper.starves_others():
             crew.starved = temper.starved(machine)
         allowed = temper.threads(machine)
-        if crew.starved is not None:
-            allowed = allowed & ~crew.starved
         for index, grid in enumerate(machine.grids):
             if grid.rank in self._held_back:
                 allowed = allowed & (machine.grid_of != index)
-        if not machine.run(allowed, temper.budget()):
+        if not machine.run(allowed, temper.budget(), crew.starved):
             self._held_back = set()
-            crew.starved = None
         if machine.in_flight and temper.lands():
             machine.land_shared(temper.threads(machine))
         if machine.copies and temper.lands():

@@ -1,18 +1,20 @@
 """Packages whose kernels are compiled once, whichever test process comes first."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 
 from mhcgen.build import write_files
+from mhcgen.compilation import Worker, started_worker
 from mhcgen.emulator.package import EmulatedPackage, compile_ptx, load_package
 from mhcgen.plan import Plan, make_plan
 from mhcgen.render import render
 from mhcgen.spec_file import load_spec
 from mhcgen.verify.cases import Case, Options, cases
 from mhcgen.verify.subject import Subject
+from tests.emulator.planting import Mutant, Plant, planted
 
 Load = Callable[..., EmulatedPackage]
 ARCH = "sm_90a"
@@ -58,3 +60,20 @@ def load(shared_folder: Path) -> Load:
         return loaded[key]
 
     return load
+
+
+@pytest.fixture(scope="session")
+def compiler() -> Iterator[Worker]:
+    """A process that compiles kernels of one test after another."""
+    with started_worker() as worker:
+        yield worker
+
+
+@pytest.fixture
+def plant(compiler: Worker, tmp_path: Path) -> Plant:
+    """Plants a bug in kernels of a package."""
+
+    def plant(mutant: Mutant, package: EmulatedPackage) -> EmulatedPackage:
+        return planted(mutant, package, compiler, tmp_path)
+
+    return plant

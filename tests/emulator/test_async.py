@@ -468,7 +468,7 @@ def test_a_copy_reads_its_source_at_any_time_until_the_wait() -> None:
     body = body.replace("st.global.b32 [%d4]", "st.global.b32 [%d4+512]")
     (address,) = {*run(body, ALONE).words(160)[128:].tolist()}
     seen: set[int] = set()
-    for seed in range(30):
+    for seed in range(100):
         seen |= {*run(body, ALONE, seed).words(160)[128:].tolist()}
     assert seen == {address, 7}
 

@@ -149,7 +149,7 @@ def test_another_reference_of_an_end(
 
 
 def test_broken_ends_are_found(load: Load, tmp_path: Path) -> None:
-    """Each in its own row; `make mutants` plants more."""
+    """Each in its own row; test_variant_mutants.py plants more."""
     right, files = load(ENDS, "sm_90a"), render(ENDS)
     for kernel, old, new in (
         ("entry", "stream * FN_STREAM_BYTES", "0 * FN_STREAM_BYTES"),

@@ -6,7 +6,7 @@ approximate functions differ within bounds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from mhcgen import reference
 from mhcgen.emulator.package import (
     EmulatedPackage,
     EmulatedRanks,
+    Output,
     Routed,
     Streams,
     Tensor,
@@ -28,15 +29,24 @@ from mhcgen.emulator.package import (
 )
 from mhcgen.verify.on_cpu import as_numpy, as_torch
 
-from .conftest import GENERATED, call_all
+from .conftest import (
+    GENERATED,
+    assert_armed,
+    call_all,
+    poison_outputs,
+    shared_arguments,
+)
 from .test_one_gpu import HC, TP, H, joined, routed
 
+FINALIZES = ("finalize_fp32_shared_unicast", "finalize_bf16_unicast")
 KERNELS = (
     "publish_unicast",
-    "finalize_fp32_shared_unicast",
-    "finalize_bf16_unicast",
+    *FINALIZES,
     "boundary_1",
     "boundary_2",
+    "boundary_1_unicast",
+    "boundary_2_unicast",
+    *(f"boundary_1_{name}" for name in FINALIZES),
     "mixes",
 )
 NAMES = ("residual", "post", "comb", "fn", "scale", "base", "norm_weight")
@@ -76,8 +86,12 @@ def test_boundary(ranks: Sequence[Any], package: Any, m: int, hard: Any) -> None
     machine, streams, weights = emulated(package, inputs)
     machine.publish(machine.tensor("x", *map(as_numpy, inputs.parts)))
     output = machine.consume(streams, weights)
-    machine.join()
     machine.run()
+    assert_agree(output, device)
+
+
+def assert_agree(output: Output, device: Any) -> None:
+    """The residual agrees to the bit, the rest within bounds."""
     residual = as_torch(output.streams.residual.read(0))
     assert reference.bits_equal(residual, device.residual.cpu())
     layer_input = as_torch(output.layer_input.read(0))
@@ -86,6 +100,64 @@ def test_boundary(ranks: Sequence[Any], package: Any, m: int, hard: Any) -> None
     assert float((distance > 0).double().mean()) < 2e-3
     assert largest(output.streams.post, device.post) < 1e-5
     assert largest(output.streams.comb, device.comb) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def looped() -> Any:
+    """One rank that plays all: what it publishes goes to every slot of its mailbox."""
+    from mhcgen.runtime.loader import load_loopback
+
+    return load_loopback(GENERATED / "glm53", device=0)
+
+
+@pytest.fixture
+def rank(looped: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    poison_outputs(looped, monkeypatch)
+    yield looped
+    looped.join()
+    torch.cuda.synchronize()
+    assert_armed(looped)
+
+
+@pytest.mark.parametrize("hard", reference.VARIANTS)
+@pytest.mark.parametrize("m", [1, 3, 17])
+def test_a_boundary_that_publishes(rank: Any, package: Any, m: int, hard: Any) -> None:
+    """The rows of all ranks are those of the last, which has the hardest."""
+    inputs = reference.random_inputs(m, H, HC, TP, 60 + m, "cpu", hard)
+    on_gpu = reference.random_inputs(m, H, HC, TP, 60 + m, "cuda", hard)
+    assert rank._launcher.call_kernel(m) is not None
+    device = rank(on_gpu.parts[-1], *shared_arguments(on_gpu))
+    joined([rank])
+    machine, streams, weights = emulated(package, inputs)
+    assert machine.publishes(m)
+    x = machine.tensor("x", as_numpy(inputs.parts[-1]))
+    output = machine.call(x, streams, weights)
+    machine.run()
+    assert_agree(output, device)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "with_shared"), [(torch.float32, True), (torch.bfloat16, False)]
+)
+def test_a_boundary_that_finalizes(
+    rank: Any, package: Any, dtype: torch.dtype, with_shared: bool
+) -> None:
+    (arguments, *_) = routed(1, seed=9, dtype=dtype)
+    if not with_shared:
+        arguments = (*arguments[:3], None)
+    inputs = reference.random_inputs(1, H, HC, TP, 70)
+    on_gpu = reference.random_inputs(1, H, HC, TP, 70, "cuda")
+    device = rank.finalize(*arguments, *shared_arguments(on_gpu))
+    joined([rank])
+    machine, streams, weights = emulated(package, inputs)
+    assert machine.publishes(1, routed=True)
+    tensors = [
+        None if each is None else machine.tensor(str(i), as_numpy(each.cpu()))
+        for i, each in enumerate(arguments)
+    ]
+    output = machine.call(Routed(*tensors), streams, weights)
+    machine.run()
+    assert_agree(output, device)
 
 
 @pytest.mark.parametrize(
