@@ -53,6 +53,7 @@ __all__ = [
     "max_abs_error",
     "mixes",
     "normalize",
+    "normalized_distance",
     "post_mix",
     "post_weights",
     "pre_mix",
@@ -737,7 +738,7 @@ class LayerInputCheck:
     """How close a layer input is to the reference.
 
     Attributes:
-        worst_ulp: the largest distance in ulp where |c| > 1e-3 of its row's rms;
+        worst_ulp: the largest `normalized_distance` where |c| > 1e-3 of its row's rms;
             NAN_DISTANCE where, anywhere, only one of the two is NaN.
         within_1_ulp: the share of all elements that are at most 1 ulp off.
         ok: whether worst_ulp <= 2 and within_1_ulp >= 0.999.
@@ -746,6 +747,31 @@ class LayerInputCheck:
     worst_ulp: int
     within_1_ulp: float
     ok: bool
+
+
+def normalized_distance(actual: Tensor, result: Collapsed) -> Tensor:
+    """`ulp_distance` of a layer input, less what one step of a subnormal c is worth.
+
+    Normalization makes normal numbers of a row of subnormal ones, whose neighbours are
+    many ulp apart then: where c lies between two of them, either is right.
+
+    Args:
+        actual: [M,H] activations.
+        result: the reference for the same inputs.
+
+    Returns:
+        [M,H] int32.
+    """
+    distance = ulp_distance(actual, result.layer_input)
+    limits = torch.finfo(actual.dtype)
+    magnitude = result.c.abs()
+    step = limits.smallest_normal * limits.eps
+    # A relative change of eps is one ulp, or two.
+    ulps = (2 * step / limits.eps / magnitude).ceil().clamp(max=NAN_DISTANCE - 1)
+    subnormal = (magnitude > 0) & (magnitude < limits.smallest_normal)
+    worth = ulps.masked_fill(~subnormal, 0).int()
+    near = (distance - worth).clamp(min=0)
+    return torch.where(distance == NAN_DISTANCE, distance, near)
 
 
 def check_layer_input(actual: Tensor, result: Collapsed) -> LayerInputCheck:
@@ -766,7 +792,7 @@ def check_layer_input(actual: Tensor, result: Collapsed) -> LayerInputCheck:
             f"actual has shape {tuple(actual.shape)}, "
             f"not {tuple(result.layer_input.shape)}"
         )
-    distance = ulp_distance(actual, result.layer_input)
+    distance = normalized_distance(actual, result)
     if distance.numel() == 0:
         return LayerInputCheck(worst_ulp=0, within_1_ulp=1.0, ok=True)
     rms = result.c.square().mean(1, keepdim=True).sqrt()

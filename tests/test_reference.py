@@ -19,6 +19,7 @@ from mhcgen.reference import (
     NAN_DISTANCE,
     VARIANTS,
     BoundaryResult,
+    Collapsed,
     Constants,
     Head,
     Inputs,
@@ -1037,6 +1038,41 @@ def test_check_layer_input_measures_each_row_by_its_own_rms(plain):
     column = int(c[0].abs().argmax())
     actual[0, column] = off_by(actual[0, column], 3)
     assert check_layer_input(actual, result).worst_ulp == 3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "row"),
+    [
+        # Of 2 ** -133, the steps of a subnormal BF16; of 2 ** -24, those of FP16.
+        (torch.bfloat16, (21.5, 100.0, -120.0, 64.0)),
+        (torch.float16, (21.5, 900.0, -1000.0, 512.0)),
+    ],
+)
+def test_a_step_of_a_subnormal_collapse_is_no_error(dtype, row):
+    limits = torch.finfo(dtype)
+    step = limits.smallest_normal * limits.eps
+
+    def collapsed(shift: float) -> Collapsed:
+        c = torch.tensor([[row[0] + shift, *row[1:]]], dtype=torch.float64) * step
+        rounded = round_to(c, dtype)
+        rms = torch.tensor([row], dtype=torch.float64).square().mean().sqrt() * step
+        exact = rounded.double() / rms
+        return Collapsed(c, rounded, exact, round_to(exact, dtype))
+
+    result, other = collapsed(-0.01), collapsed(0.01)
+    assert ulp_distance(other.layer_input, result.layer_input).max() > 2
+    assert check_layer_input(other.layer_input, result).worst_ulp == 0
+    for shift in (-2.7, 2.7):
+        wrong = collapsed(shift).layer_input
+        assert check_layer_input(wrong, result).worst_ulp > 2
+
+
+def test_zeros_that_are_exact_have_no_step(plain):
+    zero = torch.zeros(1, 4, dtype=torch.float64)
+    result = Collapsed(zero, zero.bfloat16(), zero, zero.bfloat16())
+    assert check_layer_input(zero.bfloat16(), result).ok
+    wrong = torch.full((1, 4), 1e-3, dtype=torch.bfloat16)
+    assert not check_layer_input(wrong, result).ok
 
 
 def test_check_layer_input_refuses_nan_anywhere(plain):

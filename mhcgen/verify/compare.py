@@ -198,7 +198,7 @@ def returned_errors(returned: Returned, result: reference.BoundaryResult) -> Err
 def normalized_errors(actual: Tensor, result: reference.Collapsed) -> Errors:
     """The errors of a layer input, or of what an exit returned on one rank, [M, H]."""
     check = reference.check_layer_input(actual, result)
-    distance = reference.ulp_distance(actual, result.layer_input)
+    distance = reference.normalized_distance(actual, result)
     off = int((distance > 1).sum()) - 1
     return Errors(
         layer_input_ulp=check.worst_ulp,
