@@ -6,6 +6,7 @@ takes the streams that the call before it returns.
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -95,6 +96,9 @@ def verify(
                 outcomes.append(run(packages[case.arch], case))
             except PtxError as error:
                 outcomes.append(Outcome(case, problems=[str(error)]))
+            # A case's memories lie in cycles. They are few objects, so the collector is
+            # in no hurry, but large ones.
+            gc.collect()
             advance(f"{case.arch} {case.transport}")
         return outcomes
 
