@@ -23,7 +23,7 @@ from mhcgen.spec_file import load_spec
 
 ROWS = (
     SimpleNamespace(max_tokens=15, size=1, shared_bytes=1000, launches=1),
-    SimpleNamespace(max_tokens=30, size=2, shared_bytes=2000, launches=1),
+    SimpleNamespace(max_tokens=30, size=2, shared_bytes=2000, launches=1, blocks=2),
     SimpleNamespace(max_tokens=64, size=8, shared_bytes=8000, launches=2),
 )
 KERNELS: Any = SimpleNamespace(boundary_name=lambda size, by: f"boundary_{size}_{by}")
@@ -38,8 +38,10 @@ def room(monkeypatch: pytest.MonkeyPatch, mixes: str, answers: dict[int, Any]) -
     """The room by what is answered for each size of shared memory."""
     asked = []
 
-    def ask(compiled: str, cluster: int, threads: int, shared_bytes: int) -> int:
-        asked.append((compiled, cluster, threads, shared_bytes))
+    def ask(
+        compiled: str, cluster: int, threads: int, shared_bytes: int, blocks: int
+    ) -> int:
+        asked.append((compiled, cluster, threads, shared_bytes, blocks))
         answer = answers[shared_bytes]
         if isinstance(answer, Exception):
             raise answer
@@ -57,7 +59,7 @@ def test_the_room_of_each_publishing_boundary(
     caplog.set_level(logging.INFO)
     found, asked = room(monkeypatch, "side_stream", {1000: 15, 2000: 13})
     assert found == {1: 15, 2: 13}
-    assert asked == [("one", 8, 256, 1000), ("two", 8, 256, 2000)]
+    assert asked == [("one", 8, 256, 1000, 1), ("two", 8, 256, 2000, 2)]
     enough, few = caplog.records
     assert enough.levelname == "INFO"
     assert "boundary_1_unicast: 15 clusters of 8 blocks run at once" in enough.message
@@ -70,7 +72,7 @@ def test_the_room_of_each_publishing_boundary(
 
 def test_the_warp_of_the_mixes_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     _, asked = room(monkeypatch, "tail", {1000: 15, 2000: 15})
-    assert {threads for _, _, threads, _ in asked} == {288}
+    assert {threads for _, _, threads, _, _ in asked} == {288}
 
 
 def test_without_an_answer_calls_take_two_launches(
@@ -143,6 +145,13 @@ def test_large_clusters_must_be_allowed(asked: list[tuple[Any, ...]]) -> None:
     attributes = [call[2:] for call in asked if call[0] == "cuFuncSetAttribute"]
     name = "CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED"
     assert (getattr(driver.CUfunction_attribute, name), 1) in attributes
+
+
+def test_two_blocks_share_all_of_the_memory(asked: list[tuple[Any, ...]]) -> None:
+    clusters_at_once(COMPILED, 8, 256, 5000, 2)
+    attributes = [call[2:] for call in asked if call[0] == "cuFuncSetAttribute"]
+    name = "CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT"
+    assert (getattr(driver.CUfunction_attribute, name), 100) in attributes
 
 
 def test_a_refused_question_is_an_error(

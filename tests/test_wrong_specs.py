@@ -427,7 +427,8 @@ WRONG = [
         TARGETS,
         groups("256"),
         "12:35: targets.sm_90a.token_groups[0]: not a mapping",
-        "    given 256; allowed: a mapping with keys of max_tokens, group, launches",
+        "    given 256; allowed: a mapping with keys of max_tokens, group, fn_octets, "
+        "launches",
     ),
     wrong(
         "hidden not a multiple",
@@ -647,7 +648,7 @@ WRONG = [
         groups(""),
         "12:34: targets.sm_90a.token_groups: empty",
         "    given []; allowed: a list, each entry a mapping with keys of "
-        "max_tokens, group, launches",
+        "max_tokens, group, fn_octets, launches",
     ),
     wrong(
         "repeated transport",

@@ -1,5 +1,6 @@
 """Packages whose kernels are compiled once, whichever test process comes first."""
 
+import hashlib
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from mhcgen.build import write_files
 from mhcgen.compilation import Worker, started_worker
 from mhcgen.emulator.package import EmulatedPackage, compile_ptx, load_package
 from mhcgen.plan import Plan, make_plan
-from mhcgen.render import render
+from mhcgen.render import render, resolved, spec_sha256
 from mhcgen.spec_file import load_spec
 from mhcgen.verify.cases import Case, Options, cases
 from mhcgen.verify.subject import Subject
@@ -41,13 +42,15 @@ def narrow_plan(narrow_path: Path) -> Plan:
 def load(shared_folder: Path) -> Load:
     """Gives the kernels of a plan for one architecture; all kernels, or those named."""
     root = shared_folder / "emulated"
-    loaded: dict[tuple[str, str], EmulatedPackage] = {}
+    loaded: dict[str, EmulatedPackage] = {}
 
     def load(plan: Plan, arch: str, names: Collection[str] = ()) -> EmulatedPackage:
-        key = plan.name, arch
+        # Packages of one name may differ.
+        wanted = " ".join([spec_sha256(resolved(plan)), *sorted(names)])
+        key = f"{plan.name}-{arch}-{hashlib.sha256(wanted.encode()).hexdigest()[:16]}"
         if key in loaded:
             return loaded[key]
-        place = root / plan.name / arch
+        place = root / key
         place.mkdir(parents=True, exist_ok=True)
         package, ptx = place / plan.name, place / "ptx"
         with FileLock(f"{place}.lock"):
