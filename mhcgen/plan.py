@@ -297,8 +297,8 @@ class TargetPlan:
         plan = self.plan
         if plan.fn_home == "global":
             return 0
-        rest = plan.fn_octets - plan.held_octets(fn_octets)
-        return self.threads * (plan.fn_thread_bytes * rest // plan.fn_octets)
+        rest = plan.fn_fragments - plan.held_fragments(fn_octets)
+        return self.threads * rest * FRAGMENT_BYTES
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -783,6 +783,10 @@ class Plan:
             return 0
         return self.fn_octets if wanted is None else wanted
 
+    def held_fragments(self, wanted: int | None = None) -> int:
+        """Fragments of fn that a thread keeps in registers; as ``held_octets``."""
+        return self.fn_fragments * self.held_octets(wanted) // self.fn_octets
+
     @cached_property
     def splits_fn(self) -> bool:
         """Whether some boundaries keep a part of fn in registers, and copy the rest."""
@@ -1014,8 +1018,7 @@ def boundary_registers(
     It holds its part of fn, as far as that is at home there, and the arrived fragments
     that it takes at once.
     """
-    held = plan.fn_fragments * plan.held_octets(fn_octets) // plan.fn_octets
-    fn = held * FRAGMENT_WORDS
+    fn = plan.held_fragments(fn_octets) * FRAGMENT_WORDS
     return fn + at_once * plan.lane_map.polls * FRAGMENT_WORDS + working_registers(plan)
 
 
@@ -1041,10 +1044,9 @@ def projection_registers(plan: Plan, group: int, fn_octets: int | None = None) -
         held = plan.fn_fragments if plan.fn_home == "registers" else MAX_FN_AHEAD + 2
         more = FMA_MORE_REGISTERS if group > FMA_TOKENS else 0
         return held * FRAGMENT_WORDS + FMA_REGISTERS + more
-    held_octets = plan.held_octets(fn_octets)
-    held = plan.fn_fragments * held_octets // plan.fn_octets
+    copied_octets = plan.fn_octets - plan.held_octets(fn_octets)
     homes = {
-        "registers": held + plan.fn_octets - held_octets,
+        "registers": plan.held_fragments(fn_octets) + copied_octets,
         "shared": plan.fn_octets,
         # The compiler takes more of them ahead: measured on DSL 4.8.1.
         "global": 3 * plan.fn_octets + plan.fn_ahead,

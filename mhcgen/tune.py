@@ -52,6 +52,10 @@ class Candidate:
         """Blocks that share a multiprocessor."""
         return 2 if self.shared_octets else 1
 
+    def call(self, m: int) -> tuple[int, int, int, int]:
+        """A call of ``m`` tokens, as the rough model takes it."""
+        return self.cluster_size, self.group, m, self.blocks
+
     def fn_octets(self, plan: Plan) -> int | None:
         """What a dispatch row of a spec says of fn; None for the plan's own choice."""
         if not self.shared_octets:
@@ -237,11 +241,10 @@ def trials_at(
         Trial(
             m,
             candidate,
-            waves(architecture, *shape, candidate.blocks),
-            predicted(architecture, *shape, candidate.blocks),
+            waves(architecture, *candidate.call(m)),
+            predicted(architecture, *candidate.call(m)),
         )
         for candidate in sorted({*wanted, own})
-        for shape in [(candidate.cluster_size, candidate.group, m)]
         # A group beyond the call leaves the rest of its cluster's work empty.
         if candidate.group <= m or candidate == own
     ]

@@ -74,14 +74,14 @@ class Cache:
         folder = self.folder / name
         try:
             entry = json.loads((folder / ENTRY).read_text("utf-8"))
+            contents = {file: (folder / file).read_bytes() for file in entry["sha256"]}
             for file, digest in entry["sha256"].items():
-                if hashlib.sha256((folder / file).read_bytes()).hexdigest() != digest:
+                if hashlib.sha256(contents[file]).hexdigest() != digest:
                     raise ValueError(f"{file} has changed")
             module = load_module(str(folder / CODE), enable_tvm_ffi=True)
             function = getattr(module, self._symbol(name))
-            cubin = folder / CUBIN if CUBIN in entry["sha256"] else None
-            code = cubin.read_bytes() if cubin else None
-            return CachedKernel(module, function, tuple(entry["symbols"]), code)
+            symbols, cubin = tuple(entry["symbols"]), contents.get(CUBIN)
+            return CachedKernel(module, function, symbols, cubin)
         except FileNotFoundError:
             return None
         except Exception as error:
