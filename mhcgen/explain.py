@@ -16,7 +16,7 @@ from mhcgen.plan import (
     FRAGMENT_BYTES,
     FRAGMENT_ELEMENTS,
     GENERATIONS,
-    MANY_POLLS,
+    MANY_RANKS,
     PUBLISH_THREADS,
     Plan,
     TargetPlan,
@@ -218,24 +218,38 @@ def _lanes(plan: Plan) -> Section:
     lanes = plan.lane_map
     rows = []
     for lane in range(lanes.lanes):
-        first = lane % lanes.sources * lanes.polls
-        ranks = " ".join(str(first + poll) for poll in range(lanes.polls))
-        rows.append({"lane": lane, "polls_ranks": ranks, "owns_stream": lane})
+        word = lane // lanes.word_lanes * lanes.words
+        stream = lane % lanes.word_lanes * lanes.streams
+        rank = lane % lanes.sources * lanes.arms
+        rows.append(
+            {
+                "lane": lane,
+                "words": _numbers(word, lanes.words),
+                "mixes_streams": _numbers(stream, lanes.streams),
+                "moves_stream": lane,
+                "re_arms_ranks": _numbers(rank, lanes.arms),
+            }
+        )
     return Section(
         "lane_map",
         f"{plan.name}: lane map of a fragment",
         [
             Fact("lanes", lanes.lanes, f"one for each of {plan.hc} streams"),
+            Fact("words", lanes.words, "of a fragment's four, that a lane takes"),
+            Fact("word_lanes", lanes.word_lanes, "lanes that share these words"),
+            Fact("streams", lanes.streams, f"= {plan.hc} streams / {lanes.word_lanes}"),
+            Fact("merges", lanes.merges, "shuffles that sum a collapse over them"),
             Fact(
                 "sources", lanes.sources, f"= min({plan.tp} ranks, {plan.hc} streams)"
             ),
-            Fact("polls", lanes.polls, f"= {plan.tp} ranks / {lanes.sources} sources"),
-            Fact("butterflies", lanes.butterflies, "shuffles that sum the sources"),
-            Fact("splits", lanes.splits, "shuffles that spread a collapsed fragment"),
-            Fact("merges", lanes.merges, "shuffles that complete its two last columns"),
+            Fact("arms", lanes.arms, f"= {plan.tp} ranks / {lanes.sources} sources"),
         ],
         [Table("lane_table", rows)],
     )
+
+
+def _numbers(first: int, count: int) -> str:
+    return " ".join(str(first + index) for index in range(count))
 
 
 def _mailbox(plan: Plan) -> Section:
@@ -376,7 +390,8 @@ def _target(target: TargetPlan, tokens: int | None) -> Section:
 
 def _registers(plan: Plan) -> str:
     fn = f"{plan.fn_fragments} fragments of fn and " * (plan.fn_home == "registers")
-    return f"for {fn}{plan.lane_map.polls} arrived fragments of one token"
+    words = plan.tp * plan.lane_map.words
+    return f"for {fn}{words} arrived words of one token"
 
 
 def _may_spill(target: TargetPlan) -> str:
@@ -384,7 +399,7 @@ def _may_spill(target: TargetPlan) -> str:
         return "bytes of a thread: no kernel spills"
     if target.plan.fn_home == "global":
         return "bytes of a boundary's thread: fn is loaded as far ahead as it can be"
-    if target.plan.lane_map.polls >= MANY_POLLS:
+    if target.plan.tp >= MANY_RANKS:
         return "bytes of a boundary's thread: a lane has many ranks to poll"
     return f"bytes of a boundary's thread: {target.register_limit} registers are few"
 

@@ -46,7 +46,7 @@ FEWEST_TOKENS = 4  # tokens a cluster that fn must leave room for in shared memo
 TRIPS = (1, 2, 4, 8, 16, 32)  # what the plan picks from
 TOKEN_GROUPS = (1, 2, 3, 4, 5, 7, 9, 16)  # what the plan picks from
 MAY_SPILL = 64  # bytes of a thread, where no promise is made
-MANY_POLLS = 8  # ranks that one lane polls
+MANY_RANKS = 16  # whose addresses and rows take many registers
 FEW_REGISTERS = 128  # of a thread, where blocks have more than 384
 MIXES_THREADS = 32
 INT32_MAX = 2**31 - 1
@@ -127,33 +127,31 @@ class Launch:
 
 @dataclass(frozen=True)
 class LaneMap:
-    """Which rank and which stream a lane serves; a fragment has ``lanes`` lanes.
+    """What a lane takes of a fragment, which has ``lanes`` lanes.
 
-    Lane ``l`` polls the ranks ``(l % sources) * polls … + polls - 1`` and then owns
-    stream ``l``. The partial sums of the sources meet by butterfly shuffles.
+    Lane ``l`` takes words ``l // word_lanes * words …`` of all ranks, and from them
+    computes these words of its ``streams`` streams, from ``l % word_lanes * streams``
+    on. Whole fragments move by one access: lane ``l`` moves stream ``l``, and re-arms
+    the ranks ``(l % sources) * arms … + arms - 1``.
 
     Attributes:
         lanes: Lanes of one fragment, one a stream.
-        sources: Lanes that poll distinct ranks.
-        polls: Ranks that each of these lanes polls.
-        butterflies: Lane distances of the shuffles that sum the sources, in order.
-        splits: Lane distances of the shuffles that spread the eight columns of a
-            collapsed fragment over its lanes, in order, down to two columns.
-        merges: Lane distances of the shuffles that complete these two columns, in
-            lanes that then hold the same.
+        words: 32-bit words of a fragment that a lane takes.
+        word_lanes: Lanes that share these words, and divide their streams.
+        streams: Streams whose words a lane computes.
+        merges: Lane distances of the shuffles that sum a collapse over the streams of
+            all lanes that share its words.
+        sources: Lanes that re-arm distinct ranks.
+        arms: Ranks that each of these lanes re-arms.
     """
 
     lanes: int
-    sources: int
-    polls: int
-    butterflies: tuple[int, ...]
-    splits: tuple[int, ...]
+    words: int
+    word_lanes: int
+    streams: int
     merges: tuple[int, ...]
-
-    @property
-    def word_lanes(self) -> int:
-        """Lanes that hold the same word of a collapsed fragment."""
-        return 1 << len(self.merges)
+    sources: int
+    arms: int
 
 
 @dataclass(frozen=True)
@@ -261,7 +259,7 @@ class TargetPlan:
         where they hold fn, or multiply by FMA. Measured on DSL 4.8.1: up to 56 bytes.
         """
         plan = self.plan
-        ahead = plan.fn_home == "global" or plan.lane_map.polls >= MANY_POLLS
+        ahead = plan.fn_home == "global" or plan.tp >= MANY_RANKS
         full = plan.fn_home == "registers" or plan.projection == "fma"
         tight = full and self.register_limit <= FEW_REGISTERS
         return MAY_SPILL if ahead or tight else 0
@@ -284,6 +282,7 @@ class TargetPlan:
             self.warps * group * plan.sums_stride * 4,  # partial sums
             0 if plan.delayed else group * self.warps * 4,  # squares of the warps
             0 if plan.delayed or group <= FEW_TOKENS else group * plan.hc * 4,  # pre
+            0 if group <= FEW_TOKENS else group * 4,  # rstd of the norms
             self.fn_bytes(fn_octets),
         )
         return sum(aligned(stage, FRAGMENT_BYTES) for stage in stages)
@@ -860,28 +859,23 @@ class Plan:
         return self.stash_stream_bytes * self.hc + BANK_BYTES // 2
 
     @property
-    def lane_words(self) -> int:
-        """32-bit words of a collapsed fragment that one of its lanes keeps."""
-        return max(1, FRAGMENT_WORDS // self.hc)
-
-    @property
     def mailbox(self) -> MailboxPlan:
         """The symmetric buffer."""
         return MailboxPlan(self.tp, self.capacity, self.hidden)
 
     @property
     def lane_map(self) -> LaneMap:
-        """Which rank and stream each lane serves."""
+        """What each lane takes of a fragment."""
         sources = min(self.tp, self.hc)
-        distances = tuple(reversed(powers_of_two_below(self.hc)))
-        splits = distances[: FRAGMENT_WORDS.bit_length() - 1]
+        word_lanes = max(1, self.hc // FRAGMENT_WORDS)
         return LaneMap(
             lanes=self.hc,
+            words=max(1, FRAGMENT_WORDS // self.hc),
+            word_lanes=word_lanes,
+            streams=self.hc // word_lanes,
+            merges=powers_of_two_below(word_lanes),
             sources=sources,
-            polls=self.tp // sources,
-            butterflies=powers_of_two_below(sources),
-            splits=splits,
-            merges=distances[len(splits) :],
+            arms=self.tp // sources,
         )
 
     @cached_property
@@ -1007,7 +1001,7 @@ def working_registers(plan: Plan) -> int:
     They hold addresses, sums and what is in work. Measured on DSL 4.8.1 as 50 to 59 for
     4 streams of 4 ranks, 65 for 2 of 16, 66 for 1 of 16, and 74 for 8 streams.
     """
-    return 58 + 2 * plan.hc + plan.lane_map.polls // 2
+    return 58 + 2 * plan.hc + plan.tp // 2
 
 
 def boundary_registers(
@@ -1015,11 +1009,11 @@ def boundary_registers(
 ) -> int:
     """Registers that a boundary's thread needs for the tokens' rows.
 
-    It holds its part of fn, as far as that is at home there, and the arrived fragments
-    that it takes at once.
+    It holds its part of fn, as far as that is at home there, and its words of the
+    arrived rows that it takes at once.
     """
     fn = plan.held_fragments(fn_octets) * FRAGMENT_WORDS
-    return fn + at_once * plan.lane_map.polls * FRAGMENT_WORDS + working_registers(plan)
+    return fn + at_once * plan.tp * plan.lane_map.words + working_registers(plan)
 
 
 def fragments_at_once(
@@ -1055,7 +1049,7 @@ def projection_registers(plan: Plan, group: int, fn_octets: int | None = None) -
     totals = octets * plan.tiles * FRAGMENT_WORDS
     addresses = octets
     # With a carried pre-mix the tokens are collapsed before; measured on DSL 4.8.1.
-    collapsed = group * plan.trips * plan.lane_words + 4 if plan.delayed else 0
+    collapsed = group * plan.trips * plan.lane_map.words + 4 if plan.delayed else 0
     held = homes[plan.fn_home] * FRAGMENT_WORDS + collapsed
     return held + totals + addresses + PROJECTION_REGISTERS
 

@@ -1,20 +1,7 @@
-from cutlass import Boolean, Int64, Uint32
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import dsl_user_op
+from .store_words_if import store_words_if
 
 
-@dsl_user_op
-def store_multicast_f16x2_if(present, address, words, *, loc=None, ip=None):
-    """Stores a fragment to the same place in every rank's memory where ``present``."""
-    operands = [Int64(address), *(Uint32(word) for word in words)]
-    operands.append(Uint32(Boolean(present)))
-    llvm.inline_asm(
-        None,
-        [operand.ir_value(loc=loc, ip=ip) for operand in operands],
-        "{ .reg .pred present; setp.ne.u32 present, $5, 0; @present "
-        "multimem.st.relaxed.sys.global.v4.f16x2 [$0], {$1, $2, $3, $4}; }",
-        "l,r,r,r,r,r",
-        has_side_effects=True,
-        loc=loc,
-        ip=ip,
-    )
+def store_multicast_f16x2_if(present, address, words):
+    """Stores words to the same place in every rank's memory where ``present``."""
+    opcode = "multimem.st.relaxed.sys.global"
+    store_words_if(opcode, "f16x2", present, address, words)

@@ -1,18 +1,8 @@
-from cutlass import Int32, Uint32
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import dsl_user_op
+from cutlass import Int32
+
+from .store_words import store_words
 
 
-@dsl_user_op
-def store_shared(address, words, *, loc=None, ip=None):
-    """Stores a fragment of four words to this block's shared memory."""
-    operands = [Int32(address), *(Uint32(word) for word in words)]
-    llvm.inline_asm(
-        None,
-        [operand.ir_value(loc=loc, ip=ip) for operand in operands],
-        "st.shared.v4.b32 [$0], {$1, $2, $3, $4};",
-        "r,r,r,r,r",
-        has_side_effects=True,
-        loc=loc,
-        ip=ip,
-    )
+def store_shared(address, words):
+    """Stores words to this block's shared memory."""
+    store_words("st.shared", "b32", Int32(address), words)
