@@ -347,7 +347,8 @@ class TargetPlan:
 
     def waves(self, tokens: int, group: int, blocks: int = 1) -> int:
         """How often the device fills with the clusters of a call."""
-        return -(-(-(-tokens // group)) // self.wave(blocks))
+        clusters = -(-tokens // group)
+        return -(-clusters // self.wave(blocks))
 
     def predicted(self, tokens: int, group: int, blocks: int = 1) -> float:
         """Microseconds of a call of ``tokens`` in groups of ``group``, roughly."""
