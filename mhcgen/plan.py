@@ -277,16 +277,19 @@ class TargetPlan:
             group * (plan.last_sum + 1) * self.cluster_size * 4,  # sums of the blocks
             0 if plan.delayed else group * self.cluster_size * 4,  # their squares
             2 * MBARRIER_BYTES,
-            group * plan.mix * 4 if plan.tail else 0,  # logits of the mixes
             self.warps * plan.trips * group * plan.stash_token_bytes,
             group * plan.token_weights * 4,
             self.warps * group * plan.sums_stride * 4,  # partial sums
             0 if plan.delayed else group * self.warps * 4,  # squares of the warps
+            self.fn_bytes(fn_octets),
             0 if plan.delayed or group <= FEW_TOKENS else group * plan.hc * 4,  # pre
             0 if group <= FEW_TOKENS else group * 4,  # rstd of the norms
-            self.fn_bytes(fn_octets),
+            group * plan.mix * 4 if plan.tail else 0,  # logits of the mixes
         )
-        return sum(aligned(stage, FRAGMENT_BYTES) for stage in stages)
+        total = 0
+        for stage in filter(None, stages):
+            total = aligned(total, FRAGMENT_BYTES) + stage
+        return total
 
     def fn_bytes(self, fn_octets: int | None = None) -> int:
         """Shared memory that holds a block's part of fn, or what registers leave of it.
@@ -547,8 +550,18 @@ class Plan:
     @property
     def multiplies_rows(self) -> bool:
         """Whether a kernel multiplies rows of fn by FMA."""
-        heads = self.spec.ends.entry or self.exit_by == "sigmoid"
-        return heads or self.projection == "fma"
+        return self.ends_multiply or self.projection == "fma"
+
+    @property
+    def loads_rows(self) -> bool:
+        """Whether one takes them from global memory, and not from copies."""
+        by_fma = self.projection == "fma" and self.fn_home != "shared"
+        return self.ends_multiply or by_fma
+
+    @property
+    def ends_multiply(self) -> bool:
+        """Whether the entry or the exit multiplies rows of fn, for a pre-mix."""
+        return self.spec.ends.entry or self.exit_by == "sigmoid"
 
     @property
     def ends_cluster(self) -> int:

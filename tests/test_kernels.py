@@ -26,6 +26,7 @@ from mhcgen.plan import (
 )
 from mhcgen.render import render
 from mhcgen.spec import Spec
+from tests.variants import VARIANTS
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 TRANSPORTS = ("multicast", "unicast")
@@ -130,33 +131,38 @@ def test_registers_stay_within_the_plan(compiled: Compiled, plan: Plan) -> None:
             assert kernel.registers <= 64, kernel
 
 
-def test_shared_memory_is_what_the_plan_says(compiled: Compiled, plan: Plan) -> None:
+@pytest.mark.parametrize("name", ["glm53", "tail", "delayed_tail", "split_fn"])
+def test_shared_memory_is_what_the_plan_says(
+    name: str, plan: Plan, tmp_path: Path
+) -> None:
     """The bytes that the launch asks for, read off the compiled host code."""
+    chosen = next((each for each in VARIANTS if each.name == name), plan)
     script = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from glm53 import kernels\n"
-        "from glm53.runtime.compiler import compile_kernel\n"
-        "import json\n"
-        "names = sys.argv[2:]\n"
+        "import importlib, json, sys\n"
+        "package, names = sys.argv[1], sys.argv[2:]\n"
+        "kernels = importlib.import_module(f'{package}.kernels')\n"
+        "compiler = importlib.import_module(f'{package}.runtime.compiler')\n"
         "table = kernels.kernels('sm_90a')\n"
-        "print(json.dumps({name: str(compile_kernel(table[name], name, 'sm_90a')"
-        ".ir_module) for name in names}))\n"
+        "print(json.dumps({name: str(compiler.compile_kernel(table[name], name, "
+        "'sm_90a').ir_module) for name in names}))\n"
     )
-    target = plan.target("sm_90a")
-    # In one every thread computes the pre-mix of each token, in the other few do.
-    names = {"boundary_1_unicast": 1, "boundary_5": 5}
-    assert {group > FEW_TOKENS for group in names.values()} == {False, True}
+    target = chosen.target("sm_90a")
+    # In one each lane computes pre-mixes and norms, in the other a thread for all.
+    groups = [min(target.groups), *(g for g in target.groups if FEW_TOKENS < g < 16)]
+    assert {group > FEW_TOKENS for group in groups} == {False, True}
+    write_files(tmp_path / chosen.name, render(chosen))
     run = subprocess.run(
-        [sys.executable, "-c", script, str(compiled.folder), *names],
+        [sys.executable, "-c", script, chosen.name, *map(chosen.boundary_name, groups)],
         capture_output=True,
         text=True,
         check=True,
-        cwd=compiled.folder,
+        cwd=tmp_path,
     )
     modules = json.loads(run.stdout.splitlines()[-1])
-    for name, group in names.items():
-        wanted = target.shared_bytes(group)
-        assert re.search(rf"constant\({wanted} : i\d+\)", modules[name]), name
+    for group in groups:
+        wanted = target.row_of(group).shared_bytes
+        text = modules[chosen.boundary_name(group)]
+        assert re.search(rf"constant\({wanted} : i\d+\)", text), group
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -193,34 +199,64 @@ def test_only_approximations_flush_subnormals(compiled: Compiled, arch: str) -> 
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_stores_of_boundaries(compiled: Compiled, arch: str, transport: str) -> None:
+def test_stores_of_boundaries(
+    compiled: Compiled, plan: Plan, arch: str, transport: str
+) -> None:
     """A boundary publishes by its transport alone, or not at all.
 
-    Beside that each token has two ordinary stores of 16 bytes: that which re-arms, and
-    that of the residual streams.
+    Each lane sends its word of a token to every rank. Beside that each token has two
+    ordinary stores of 16 bytes: that which re-arms, and that of the residual streams.
     """
     silent = {f"boundary_{group}": group for group in GROUPS}
     for name, group in (silent | publishing_boundaries(transport)).items():
         ptx = compiled.ptx(name, arch)
         multimem = re.findall(r"multimem\.\S+", ptx)
-        ordinary = re.findall(r"\bst\.global\.v\S*", ptx)
+        wide = re.findall(r"\bst\.global\.v\S*", ptx)
+        # That of the layer input is a word as well.
+        words = re.findall(r"@\w+ st\.global\.b32", ptx)
         sends = 0 if name in silent else group
         if transport == "multicast":
-            assert multimem == ["multimem.st.relaxed.sys.global.v4.bf16x2"] * sends
+            assert multimem == ["multimem.st.relaxed.sys.global.bf16x2"] * sends
             sends = 0
         else:
             assert multimem == [], name
-        # Each lane sends to one of the four ranks.
-        assert ordinary == ["st.global.v4.b32"] * (2 * group + sends), name
+        assert wide == ["st.global.v4.b32"] * (2 * group), name
+        assert len(words) == group + sends * plan.tp, name
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_polls_are_volatile_and_wide(compiled: Compiled, arch: str) -> None:
+def test_polls_are_volatile_and_of_all_ranks(
+    compiled: Compiled, plan: Plan, arch: str
+) -> None:
+    """Each word is loaded once, and again in the one loop of its batch of tokens."""
     for name in expected_names():
         if "boundary" in name:
             ptx = compiled.ptx(name, arch)
-            assert "ld.volatile.global.v4.b32" in ptx, name
-            assert "barrier.cluster.arrive" in ptx, name
+            row = plan.target(arch).row_of(int(name.split("_")[1]))
+            loads = re.findall(r"ld\.volatile\.global\S*", ptx)
+            assert set(loads) == {"ld.volatile.global.b32"}, name
+            assert len(loads) == 2 * row.group * plan.tp, name
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_barriers_are_fenced_before_the_cluster_arrives(
+    compiled: Compiled, arch: str
+) -> None:
+    """The arrival is relaxed: the fence alone makes the barriers known to the peers."""
+    for name in expected_names():
+        if "boundary" in name:
+            ptx = compiled.ptx(name, arch)
+            order = re.findall(
+                r"mbarrier\.init|fence\.mbarrier_init[a-z.]*"
+                r"|barrier\.cluster\.arrive[a-z.]*",
+                ptx,
+            )
+            assert order == [
+                "mbarrier.init",
+                "mbarrier.init",
+                "fence.mbarrier_init.release.cluster",
+                "barrier.cluster.arrive.relaxed",
+            ], (name, order)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -259,7 +295,7 @@ def test_boundaries_wait_before_they_need_to(
         assert order == ["launch_dependents", "wait"], name
         before, after = ptx.split("griddepcontrol.wait")
         # Routed rows, of which only those on this rank are read, or x.
-        x = "ld.global.v4.b32" if "finalize" in name else "ld.global.cg.v4"
+        x = "ld.global.b32" if "finalize" in name else "ld.global.cg.b32"
         reads = ("ld.relaxed.gpu.global", "cp.async.cg", "ld.global.cg.f32")
         if name in publishing:
             for load in (*reads, "ld.volatile"):

@@ -68,8 +68,9 @@ def test_flagship_numbers(glm53_plan: Plan) -> None:
     assert (plan.token_bytes, plan.fn_row_bytes) == (32768, 32768)
     assert (plan.fn_octets, plan.tiles, plan.squares) == (3, 2, 24)
     lanes = plan.lane_map
-    assert (lanes.lanes, lanes.sources, lanes.polls) == (4, 4, 1)
-    assert (lanes.butterflies, lanes.splits) == ((1, 2), (2, 1))
+    assert (lanes.lanes, lanes.words, lanes.streams) == (4, 1, 4)
+    assert (lanes.word_lanes, lanes.merges) == (1, ())
+    assert (lanes.sources, lanes.arms) == (4, 1)
     target = plan.target("sm_90a")
     assert (target.fragments_per_block, target.threads, target.warps) == (64, 256, 8)
     assert target.register_limit == 255
@@ -77,15 +78,17 @@ def test_flagship_numbers(glm53_plan: Plan) -> None:
     # 8 warps' sums and squares.
     one = 25 * 8 * 4 + 8 * 4 + 16 + 8 * 704 + 20 * 4 + 8 * 36 * 4 + 8 * 4
     assert target.shared_bytes(1) == one
-    # From three tokens on, a block computes 4 pre-mixes of each once.
-    assert target.shared_bytes(3) == 3 * (one - 16) + 16 + 3 * 4 * 4
+    # From three tokens on, a block computes 4 pre-mixes and the norm of each once.
+    assert target.shared_bytes(3) == 3 * (one - 16) + 16 + 3 * 4 * 4 + 3 * 4
 
 
 def test_what_a_design_adds_to_shared_memory() -> None:
     """Logits of the mixes in the tail; fn at home there; no norms where delayed."""
     side = plan_of().target("sm_90a")
     tail = plan_of(mixes="tail").target("sm_90a")
-    assert tail.shared_bytes(5) == side.shared_bytes(5) + 5 * 24 * 4
+    assert tail.shared_bytes(4) == side.shared_bytes(4) + 4 * 24 * 4
+    # Each of these begins at a multiple of 16 bytes: here the norms of 5 tokens end.
+    assert tail.shared_bytes(5) == side.shared_bytes(5) + (16 - 5 * 4 % 16) + 5 * 24 * 4
     assert (tail.threads, tail.launched_threads) == (256, 288)
     assert (side.threads, side.launched_threads) == (256, 256)
     assert tail.register_limit == register_limit(288) == 168
@@ -113,25 +116,24 @@ def test_every_sum_goes_to_those_that_need_it(hc: int, pre_mix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tp", "hc", "sources", "polls", "butterflies", "splits"),
-    [
-        (2, 4, 2, 1, (1,), (2, 1)),
-        (8, 4, 4, 2, (1, 2), (2, 1)),
-        (8, 2, 2, 4, (1,), (1,)),
-        (4, 2, 2, 2, (1,), (1,)),
-        (16, 4, 4, 4, (1, 2), (2, 1)),
-        (16, 1, 1, 16, (), ()),
-        (1, 4, 1, 1, (), (2, 1)),
-        (8, 8, 8, 1, (1, 2, 4), (4, 2)),
-    ],
+    ("hc", "words", "word_lanes", "streams", "merges"),
+    [(1, 4, 1, 1, ()), (2, 2, 1, 2, ()), (4, 1, 1, 4, ()), (8, 1, 2, 4, (1,))],
 )
-def test_lane_map(
-    tp: int, hc: int, sources: int, polls: int, butterflies: Any, splits: Any
+def test_words_and_streams_of_a_lane(
+    hc: int, words: int, word_lanes: int, streams: int, merges: tuple[int, ...]
 ) -> None:
+    lanes = plan_of(hc=hc).lane_map
+    assert (lanes.lanes, lanes.words, lanes.streams) == (hc, words, streams)
+    assert (lanes.word_lanes, lanes.merges) == (word_lanes, merges)
+
+
+@pytest.mark.parametrize(
+    ("tp", "hc", "sources", "arms"),
+    [(2, 4, 2, 1), (8, 4, 4, 2), (8, 2, 2, 4), (16, 1, 1, 16), (1, 4, 1, 1)],
+)
+def test_ranks_that_a_lane_re_arms(tp: int, hc: int, sources: int, arms: int) -> None:
     lanes = plan_of(tp=tp, hc=hc).lane_map
-    assert (lanes.merges, lanes.word_lanes) == (((1,), 2) if hc == 8 else ((), 1))
-    assert (lanes.sources, lanes.polls) == (sources, polls)
-    assert (lanes.butterflies, lanes.splits) == (butterflies, splits)
+    assert (lanes.sources, lanes.arms) == (sources, arms)
 
 
 def test_dispatch_of_the_flagship(glm53_plan: Plan) -> None:
@@ -220,15 +222,13 @@ def test_fragments_at_once() -> None:
         turns = -(-group // at_once)
         assert turns == -(-group // 5)
         assert turns * at_once - group < turns  # none less is needed in each
-    least = boundary_registers(plan)
-    assert fragments_at_once(plan, 8, least) == 1
-    assert fragments_at_once(plan, 8, least + FRAGMENT_WORDS - 1) == 1
-    assert fragments_at_once(plan, 8, least + FRAGMENT_WORDS) == 2
-    # Each takes the fragments of all ranks that its lane polls.
-    many = plan_of(tp=16)
-    least = boundary_registers(many)
-    assert fragments_at_once(many, 8, least + 4 * FRAGMENT_WORDS - 1) == 1
-    assert fragments_at_once(many, 8, least + 4 * FRAGMENT_WORDS) == 2
+    # Each takes the lane's words of all ranks.
+    for fields, words in (({}, 4), ({"tp": 16}, 16), ({"tp": 16, "hc": 1}, 64)):
+        shape = plan_of(**fields)
+        least = boundary_registers(shape)
+        assert fragments_at_once(shape, 8, least) == 1
+        assert fragments_at_once(shape, 8, least + words - 1) == 1
+        assert fragments_at_once(shape, 8, least + words) == 2
     # With trips, a token has several fragments.
     trips = plan_of(hidden=16384)
     assert trips.trips == 2
@@ -337,7 +337,7 @@ def test_spec_token_groups_are_taken_as_they_are() -> None:
         (
             {"token_groups": [{"max_tokens": 256, "group": 64}]},
             "token_groups.0.group",
-            "a group of 64 tokens needs 495632 bytes of shared memory",
+            "a group of 64 tokens needs 495888 bytes of shared memory",
         ),
     ],
 )
@@ -355,10 +355,10 @@ def test_nearest_legal_values_are_named() -> None:
     with pytest.raises(PlanError) as caught:
         plan_of(token_groups=[{"max_tokens": 256, "group": 64}])
     allowed = caught.value.problems[0].allowed
-    assert allowed == "at most 30 at cluster size 8"
-    plan_of(token_groups=[{"max_tokens": 256, "group": 30}])
+    assert allowed == "at most 29 at cluster size 8"
+    plan_of(token_groups=[{"max_tokens": 256, "group": 29}])
     with pytest.raises(PlanError):
-        plan_of(token_groups=[{"max_tokens": 256, "group": 31}])
+        plan_of(token_groups=[{"max_tokens": 256, "group": 30}])
     with pytest.raises(PlanError) as caught:
         plan_of(hidden=16384, hc=8, cluster_size=1)
     allowed = caught.value.problems[0].allowed
@@ -506,75 +506,64 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"{p.hidden}-{p.hc}-{p.tp}")
-def test_every_rank_is_polled_once_a_fragment(plan: Plan) -> None:
-    """Over one butterfly group of lanes, each rank is polled once, in rank order."""
+def words_of(plan: Plan, lane: int) -> list[int]:
+    """The words of a fragment that one of its lanes takes."""
     lanes = plan.lane_map
-    for first in range(0, lanes.lanes, lanes.sources):
-        ranks = [
-            lane % lanes.sources * lanes.polls + poll
-            for lane in range(first, first + lanes.sources)
-            for poll in range(lanes.polls)
-        ]
-        assert ranks == list(range(plan.tp))
+    first = lane // lanes.word_lanes * lanes.words
+    return [first + word for word in range(lanes.words)]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"{p.hidden}-{p.hc}-{p.tp}")
-def test_butterflies_add_all_ranks_in_pairwise_order(plan: Plan) -> None:
-    """Followed symbolically, every lane ends with the contract's bracketing."""
+def streams_of(plan: Plan, lane: int) -> list[int]:
+    """The streams that a lane computes these words of."""
     lanes = plan.lane_map
-
-    def pairs(terms: list[str]) -> str:
-        while len(terms) > 1:
-            terms = [f"({a}+{b})" for a, b in zip(terms[::2], terms[1::2], strict=True)]
-        return terms[0]
-
-    def name(lane: int) -> list[str]:
-        first = lane % lanes.sources * lanes.polls
-        return [str(first + poll) for poll in range(lanes.polls)]
-
-    values = [pairs(name(lane)) for lane in range(WARP)]
-    for distance in lanes.butterflies:
-        # Addition commutes bit for bit, so a pair is written lower lane first.
-        values = [
-            f"({values[min(l, l ^ distance)]}+{values[max(l, l ^ distance)]})"
-            for l in range(WARP)  # noqa: E741
-        ]
-    assert set(values) == {pairs([str(rank) for rank in range(plan.tp)])}
+    first = lane % lanes.word_lanes * lanes.streams
+    return [first + stream for stream in range(lanes.streams)]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"{p.hidden}-{p.hc}-{p.tp}")
-def test_splits_give_each_lane_its_columns(plan: Plan) -> None:
-    """Each lane of a fragment ends with columns that follow each other over lanes."""
-    for lane in range(plan.hc):
-        columns = list(range(8))
-        for distance in plan.lane_map.splits:
-            half = len(columns) // 2
-            columns = columns[half:] if lane & distance else columns[:half]
-        share = 2 * plan.lane_words
-        first = lane // plan.lane_map.word_lanes * share
-        assert columns == list(range(first, first + share))
+def test_each_word_of_each_stream_is_computed_by_one_lane(plan: Plan) -> None:
+    computed = Counter(
+        (word, stream)
+        for lane in range(plan.hc)
+        for word in words_of(plan, lane)
+        for stream in streams_of(plan, lane)
+    )
+    every = [(word, j) for word in range(FRAGMENT_WORDS) for j in range(plan.hc)]
+    assert computed == Counter(every)
 
 
-def test_merges_add_what_the_splits_have_left() -> None:
-    """Followed symbolically, the columns of all streams are added once each."""
-    lanes = plan_of(hc=8).lane_map
-    streams = [{lane} for lane in range(lanes.lanes)]
-    for distance in (*lanes.splits, *lanes.merges):
-        streams = [mine | streams[lane ^ distance] for lane, mine in enumerate(streams)]
-    assert all(found == set(range(lanes.lanes)) for found in streams)
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"{p.hidden}-{p.hc}-{p.tp}")
+def test_merges_add_a_word_of_each_stream_once(plan: Plan) -> None:
+    """Followed symbolically; lanes that do not share words never meet."""
+    lanes = plan.lane_map
+    words = [words_of(plan, lane) for lane in range(lanes.lanes)]
+    added = [Counter(streams_of(plan, lane)) for lane in range(lanes.lanes)]
+    for distance in lanes.merges:
+        for lane, own in enumerate(words):
+            assert words[lane ^ distance] == own
+        added = [mine + added[lane ^ distance] for lane, mine in enumerate(added)]
+    assert all(streams == Counter(range(plan.hc)) for streams in added)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"{p.hidden}-{p.hc}-{p.tp}")
+def test_the_lanes_of_a_fragment_re_arm_each_rank(plan: Plan) -> None:
+    """As often as any other: a rank has several lanes where streams are more."""
+    lanes = plan.lane_map
+    armed = Counter(
+        lane % lanes.sources * lanes.arms + arm
+        for lane in range(lanes.lanes)
+        for arm in range(lanes.arms)
+    )
+    assert armed == Counter(dict.fromkeys(range(plan.tp), lanes.lanes // lanes.sources))
 
 
 def stash_address(plan: Plan, stream: int, fragment: int) -> int:
     return stream * plan.stash_stream_bytes + fragment * FRAGMENT_BYTES
 
 
-def test_an_idle_lane_never_shares_a_fragment() -> None:
-    """The lanes that butterflies and splits join are idle together."""
-    for plan in PLANS:
-        lanes = plan.lane_map
-        assert max((0, *lanes.butterflies, *lanes.splits, *lanes.merges)) < lanes.lanes
-        assert WARP % lanes.lanes == 0
+def test_the_lanes_of_a_fragment_are_of_one_warp() -> None:
+    """They read each other's streams, and are idle together."""
+    assert all(WARP % plan.lane_map.lanes == 0 for plan in PLANS)
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"{p.hidden}-{p.hc}-{p.tp}")
@@ -599,9 +588,9 @@ def test_chunks_cover_a_warp_once(plan: Plan) -> None:
 def conflicts(addresses: list[int], width: int) -> int:
     """The most distinct words that one bank must serve for one access of a warp.
 
-    Accesses of 16 bytes are served for eight lanes at a time.
+    Accesses are served for as many lanes at a time as take 128 bytes.
     """
-    lanes = 128 // width if width == 16 else WARP
+    lanes = 128 // width
     worst = 0
     for first in range(0, len(addresses), lanes):
         banks: dict[int, set[int]] = {}
@@ -625,10 +614,23 @@ def test_shared_memory_has_no_bank_conflicts(plan: Plan) -> None:
             for lane in range(WARP)
         ]
         assert conflicts(loads, 16) == 1
-    # A lane reads each old stream of its fragment, as its neighbours do.
+    # A lane reads its words of each old stream, and stores those that it computes.
+    words = [words_of(plan, lane % plan.hc)[0] * 4 for lane in range(WARP)]
     for stream in range(plan.hc):
-        old = [stash_address(plan, stream, lane // plan.hc) for lane in range(WARP)]
-        assert conflicts(old, 16) == 1
+        old = [
+            stash_address(plan, stream, lane // plan.hc) + words[lane]
+            for lane in range(WARP)
+        ]
+        assert conflicts(old, 4 * plan.lane_map.words) == 1
+    for place in range(plan.lane_map.streams):
+        new = [
+            stash_address(
+                plan, streams_of(plan, lane % plan.hc)[place], lane // plan.hc
+            )
+            + words[lane]
+            for lane in range(WARP)
+        ]
+        assert conflicts(new, 4 * plan.lane_map.words) == 1
     # Each thread reads what it copied of fn, 16 bytes beside its neighbour's.
     assert conflicts([lane * FRAGMENT_BYTES for lane in range(WARP)], 16) == 1
     sums = [

@@ -22,7 +22,9 @@ def test_the_shapes_differ_in_every_way() -> None:
         "idle lanes": lambda plan: plan.idle_lanes,
         "idle lanes of a publish": lambda plan: plan.publish_idle_lanes,
         "one rank": lambda plan: plan.tp == 1,
-        "ranks polled one after another": lambda plan: plan.lane_map.polls > 1,
+        "more ranks than streams": lambda plan: plan.lane_map.arms > 1,
+        "fewer ranks than streams": lambda plan: plan.lane_map.sources < plan.hc,
+        "several words of a lane": lambda plan: plan.lane_map.words > 1,
         "several trips": lambda plan: plan.trips > 1,
         "fn in registers": lambda plan: plan.fn_home == "registers",
         "fn in shared memory": lambda plan: plan.fn_home == "shared",
@@ -32,9 +34,7 @@ def test_the_shapes_differ_in_every_way() -> None:
             row.at_once < row.group * plan.trips for row in plan.targets[0].token_groups
         ),
         "part of an octet": lambda plan: plan.mix % 8,
-        "splits": lambda plan: plan.lane_map.splits,
         "merges": lambda plan: plan.lane_map.merges,
-        "butterflies": lambda plan: plan.lane_map.butterflies,
         "clusters that are no power of two": lambda plan: (
             plan.targets[0].cluster_size & (plan.targets[0].cluster_size - 1)
         ),
@@ -64,19 +64,20 @@ def test_what_a_shape_does_not_need_leaves_no_trace(plan: Plan) -> None:
         if path.suffix == ".py" and path.parts[0] != "runtime"
     )
     traces = {
-        "share.own": plan.idle_lanes,
+        "own=own": plan.idle_lanes,
         "zero_unless": plan.idle_lanes,
         "publish_own": plan.publish_idle_lanes and plan.tp > 1,
         "mailbox": plan.tp > 1,
-        "poll_ranks": plan.tp > 1,
+        "poll(": plan.tp > 1,
+        "load_volatile": plan.tp > 1,
+        "ARMS": plan.tp > 1,
         "publishes": plan.tp > 1,
         "TRIPS": plan.trips > 1,
         "load_projection": plan.fn_home == "registers",
         "copy_projection": plan.fn_home == "shared",
         "stream_projection": plan.fn_home == "global",
-        "SPLITS": bool(plan.lane_map.splits),
         "MERGES": bool(plan.lane_map.merges),
-        "BUTTERFLIES": bool(plan.lane_map.butterflies),
+        "WORD_LANES": bool(plan.lane_map.merges),
     }
     for trace, is_there in traces.items():
         if trace == "mailbox" and plan.tp == 1:

@@ -1,5 +1,6 @@
 """Packages of every type, output and end: what is rendered, and that nothing spills."""
 
+import ast
 import re
 import subprocess
 from collections.abc import Callable
@@ -56,6 +57,32 @@ def test_rendered_code_is_clean(plan: Plan, tmp_path: Path) -> None:
     lint = [find_ruff_bin(), "check", "--isolated", "--no-cache", "--select=E,F,I"]
     run = subprocess.run([*lint, package], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout
+
+
+CALLED_FROM_OUTSIDE = {
+    "__call__",
+    "__init__",
+    "arguments",
+    "kernels",
+    "load",
+    "load_emulated",
+    "symbol",
+}
+
+
+@pytest.mark.parametrize("plan", (*VARIANTS, *SHAPES), ids=lambda plan: plan.name)
+def test_every_function_is_used(plan: Plan) -> None:
+    defined, used = set(), set(CALLED_FROM_OUTSIDE)
+    for path, text in render(plan, formatting=False).items():
+        if path.suffix == ".py" and path.parts[0] != "runtime":
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.FunctionDef):
+                    defined.add(node.name)
+                elif isinstance(node, ast.Attribute):
+                    used.add(node.attr)
+                elif isinstance(node, ast.Name):
+                    used.add(node.id)
+    assert defined - used == set()
 
 
 @pytest.mark.parametrize("plan", (*VARIANTS, SHAPES[0]), ids=lambda plan: plan.name)
