@@ -45,7 +45,7 @@ RESERVED_SHARED_BYTES = 1024  # of a block, by the driver
 BOUND_SAVES = 16
 FEWEST_TOKENS = 4  # tokens a cluster that fn must leave room for in shared memory
 TRIPS = (1, 2, 4, 8, 16, 32)  # what the plan picks from
-TOKEN_GROUPS = (1, 2, 3, 4, 5, 7, 8, 9, 16)  # what the plan picks from
+TOKEN_GROUPS = (1, 2, 3, 4, 5, 7, 8, 9, 10, 16)  # what the plan picks from
 MAY_SPILL = 64  # bytes of a thread, where no promise is made
 MANY_RANKS = 16  # whose addresses and rows take many registers
 FEW_REGISTERS = 128  # of a thread, where blocks have more than 384
@@ -132,8 +132,7 @@ class LaneMap:
 
     Lane ``l`` takes words ``l // word_lanes * words …`` of all ranks, and from them
     computes these words of its ``streams`` streams, from ``l % word_lanes * streams``
-    on. Whole fragments move by one access: lane ``l`` moves stream ``l``, and re-arms
-    the ranks ``(l % sources) * arms … + arms - 1``.
+    on. Old streams come as whole fragments: lane ``l`` copies that of stream ``l``.
 
     Attributes:
         lanes: Lanes of one fragment, one a stream.
@@ -142,8 +141,6 @@ class LaneMap:
         streams: Streams whose words a lane computes.
         merges: Lane distances of the shuffles that sum a collapse over the streams of
             all lanes that share its words.
-        sources: Lanes that re-arm distinct ranks.
-        arms: Ranks that each of these lanes re-arms.
     """
 
     lanes: int
@@ -151,8 +148,6 @@ class LaneMap:
     word_lanes: int
     streams: int
     merges: tuple[int, ...]
-    sources: int
-    arms: int
 
 
 @dataclass(frozen=True)
@@ -896,7 +891,6 @@ class Plan:
     @property
     def lane_map(self) -> LaneMap:
         """What each lane takes of a fragment."""
-        sources = min(self.tp, self.hc)
         word_lanes = max(1, self.hc // FRAGMENT_WORDS)
         return LaneMap(
             lanes=self.hc,
@@ -904,8 +898,6 @@ class Plan:
             word_lanes=word_lanes,
             streams=self.hc // word_lanes,
             merges=powers_of_two_below(word_lanes),
-            sources=sources,
-            arms=self.tp // sources,
         )
 
     @cached_property

@@ -70,7 +70,6 @@ def test_flagship_numbers(glm53_plan: Plan) -> None:
     lanes = plan.lane_map
     assert (lanes.lanes, lanes.words, lanes.streams) == (4, 1, 4)
     assert (lanes.word_lanes, lanes.merges) == (1, ())
-    assert (lanes.sources, lanes.arms) == (4, 1)
     target = plan.target("sm_90a")
     assert (target.fragments_per_block, target.threads, target.warps) == (64, 256, 8)
     assert target.register_limit == 255
@@ -125,15 +124,6 @@ def test_words_and_streams_of_a_lane(
     lanes = plan_of(hc=hc).lane_map
     assert (lanes.lanes, lanes.words, lanes.streams) == (hc, words, streams)
     assert (lanes.word_lanes, lanes.merges) == (word_lanes, merges)
-
-
-@pytest.mark.parametrize(
-    ("tp", "hc", "sources", "arms"),
-    [(2, 4, 2, 1), (8, 4, 4, 2), (8, 2, 2, 4), (16, 1, 1, 16), (1, 4, 1, 1)],
-)
-def test_ranks_that_a_lane_re_arms(tp: int, hc: int, sources: int, arms: int) -> None:
-    lanes = plan_of(tp=tp, hc=hc).lane_map
-    assert (lanes.sources, lanes.arms) == (sources, arms)
 
 
 def test_dispatch_of_the_flagship(glm53_plan: Plan) -> None:
@@ -543,18 +533,6 @@ def test_merges_add_a_word_of_each_stream_once(plan: Plan) -> None:
             assert words[lane ^ distance] == own
         added = [mine + added[lane ^ distance] for lane, mine in enumerate(added)]
     assert all(streams == Counter(range(plan.hc)) for streams in added)
-
-
-@pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"{p.hidden}-{p.hc}-{p.tp}")
-def test_the_lanes_of_a_fragment_re_arm_each_rank(plan: Plan) -> None:
-    """As often as any other: a rank has several lanes where streams are more."""
-    lanes = plan.lane_map
-    armed = Counter(
-        lane % lanes.sources * lanes.arms + arm
-        for lane in range(lanes.lanes)
-        for arm in range(lanes.arms)
-    )
-    assert armed == Counter(dict.fromkeys(range(plan.tp), lanes.lanes // lanes.sources))
 
 
 def stash_address(plan: Plan, stream: int, fragment: int) -> int:

@@ -22,7 +22,7 @@ def test_the_shapes_differ_in_every_way() -> None:
         "idle lanes": lambda plan: plan.idle_lanes,
         "idle lanes of a publish": lambda plan: plan.publish_idle_lanes,
         "one rank": lambda plan: plan.tp == 1,
-        "more ranks than streams": lambda plan: plan.lane_map.arms > 1,
+        "more ranks than streams": lambda plan: plan.tp > plan.hc,
         "fewer ranks than streams": lambda plan: plan.lane_map.sources < plan.hc,
         "several words of a lane": lambda plan: plan.lane_map.words > 1,
         "several trips": lambda plan: plan.trips > 1,
