@@ -218,8 +218,8 @@ def mixes(package: Loaded, inputs: Inputs) -> Call:
     mix.normal_()
 
     def call() -> None:
-        stream = torch.cuda.current_stream().cuda_stream
-        launcher.mixes(mix, shared, outputs, stream)
+        stream = torch.cuda.current_stream(mix.device)
+        launcher.mixes(mix, shared, outputs, stream.cuda_stream)
 
     return call
 
