@@ -287,11 +287,11 @@ def test_explain_shows_derivations(run: Run, glm53_plan: Plan) -> None:
         in lines
     )
     assert (
-        "1 to 15 boundary_1_multicast, boundary_1_unicast 1 1 to 15 1 yes all clusters "
+        "1 to 9 boundary_1_multicast, boundary_1_unicast 1 1 to 9 1 yes all clusters "
         "run at once: the boundary publishes itself" in lines
     )
     assert (
-        "31 to 45 boundary_3_multicast, boundary_3_unicast 3 11 to 15 1 no all "
+        "61 to 75 boundary_5_multicast, boundary_5_unicast 5 13 to 15 1 no all "
         "clusters run at once: the boundary publishes itself" in lines
     )
     assert (
