@@ -1252,8 +1252,14 @@ def launches_hint(target: TargetPlan, group: int, blocks: int) -> str | None:
 def clusters_at_once(
     architecture: Architecture, cluster_size: int, blocks: int = 1
 ) -> int:
-    """Clusters that run together, ``blocks`` blocks a multiprocessor."""
-    return blocks * architecture.cluster_8_capacity * PORTABLE_CLUSTER // cluster_size
+    """Clusters that run together, ``blocks`` blocks a multiprocessor.
+
+    What exceeds a portable cluster takes one of the device's GPCs for itself.
+    """
+    blocks_at_once = architecture.cluster_8_capacity * PORTABLE_CLUSTER
+    portable = cluster_size <= PORTABLE_CLUSTER
+    size = cluster_size if portable else architecture.max_cluster
+    return blocks * (blocks_at_once // size)
 
 
 def target_problems(
