@@ -220,14 +220,12 @@ def _lanes(plan: Plan) -> Section:
     for lane in range(lanes.lanes):
         word = lane // lanes.word_lanes * lanes.words
         stream = lane % lanes.word_lanes * lanes.streams
-        rank = lane % lanes.sources * lanes.arms
         rows.append(
             {
                 "lane": lane,
                 "words": _numbers(word, lanes.words),
                 "mixes_streams": _numbers(stream, lanes.streams),
-                "moves_stream": lane,
-                "re_arms_ranks": _numbers(rank, lanes.arms),
+                "copies_stream": lane,
             }
         )
     return Section(
@@ -239,10 +237,6 @@ def _lanes(plan: Plan) -> Section:
             Fact("word_lanes", lanes.word_lanes, "lanes that share these words"),
             Fact("streams", lanes.streams, f"= {plan.hc} streams / {lanes.word_lanes}"),
             Fact("merges", lanes.merges, "shuffles that sum a collapse over them"),
-            Fact(
-                "sources", lanes.sources, f"= min({plan.tp} ranks, {plan.hc} streams)"
-            ),
-            Fact("arms", lanes.arms, f"= {plan.tp} ranks / {lanes.sources} sources"),
         ],
         [Table("lane_table", rows)],
     )

@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Literal, get_args
 
+from mhcgen import cost
 from mhcgen.architecture import (
     ARCHITECTURES,
     MAX_REGISTERS_PER_THREAD,
@@ -35,7 +36,7 @@ LOCAL = "local"  # the transport of one rank alone
 PUBLISH_THREADS = 128
 MAX_FN_AHEAD = 6  # octets of fn in flight while the projection reads it from L2
 MBARRIER_BYTES = 8
-FINALIZING_GROUP = 1  # tokens of a cluster whose boundary also closes routed sums
+FINALIZING_GROUP = 4  # tokens of a cluster whose boundary also closes routed sums
 FEW_TOKENS = 2  # whose pre-mix each lane of a boundary computes for itself
 MOST_AT_ONCE = 5  # fragments whose arrival a thread awaits together
 RESERVED_SHARED_BYTES = 1024  # of a block, by the driver
@@ -44,7 +45,7 @@ RESERVED_SHARED_BYTES = 1024  # of a block, by the driver
 BOUND_SAVES = 16
 FEWEST_TOKENS = 4  # tokens a cluster that fn must leave room for in shared memory
 TRIPS = (1, 2, 4, 8, 16, 32)  # what the plan picks from
-TOKEN_GROUPS = (1, 2, 3, 4, 5, 7, 9, 16)  # what the plan picks from
+TOKEN_GROUPS = (1, 2, 3, 4, 5, 7, 8, 9, 10, 16)  # what the plan picks from
 MAY_SPILL = 64  # bytes of a thread, where no promise is made
 MANY_WORDS = 16  # of one token from all ranks, which take many registers
 FEW_REGISTERS = 128  # of a thread, where blocks have more than 384
@@ -134,8 +135,7 @@ class LaneMap:
 
     Lane ``l`` takes words ``l // word_lanes * words …`` of all ranks, and from them
     computes these words of its ``streams`` streams, from ``l % word_lanes * streams``
-    on. Whole fragments move by one access: lane ``l`` moves stream ``l``, and re-arms
-    the ranks ``(l % sources) * arms … + arms - 1``.
+    on. Old streams come as whole fragments: lane ``l`` copies that of stream ``l``.
 
     Attributes:
         lanes: Lanes of one fragment, one a stream.
@@ -144,8 +144,6 @@ class LaneMap:
         streams: Streams whose words a lane computes.
         merges: Lane distances of the shuffles that sum a collapse over the streams of
             all lanes that share its words.
-        sources: Lanes that re-arm distinct ranks.
-        arms: Ranks that each of these lanes re-arms.
     """
 
     lanes: int
@@ -153,8 +151,6 @@ class LaneMap:
     word_lanes: int
     streams: int
     merges: tuple[int, ...]
-    sources: int
-    arms: int
 
 
 @dataclass(frozen=True)
@@ -343,6 +339,22 @@ class TargetPlan:
         on M nor on its place nor on its token group.
         """
         return self.cluster_size, self.warps, self.plan.trips, self.plan.projection
+
+    def wave(self, blocks: int = 1) -> int:
+        """Clusters that run at once, ``blocks`` blocks a multiprocessor."""
+        return clusters_at_once(self.architecture, self.cluster_size, blocks)
+
+    def waves(self, tokens: int, group: int, blocks: int = 1) -> int:
+        """How often the device fills with the clusters of a call."""
+        clusters = -(-tokens // group)
+        return -(-clusters // self.wave(blocks))
+
+    def predicted(self, tokens: int, group: int, blocks: int = 1) -> float:
+        """Microseconds of a call of ``tokens`` in groups of ``group``, roughly."""
+        elements = self.fragments_per_block * FRAGMENT_ELEMENTS * self.plan.hc
+        fn_bytes = self.plan.mix * self.plan.fn_row_bytes
+        wave = self.wave(blocks)
+        return cost.predicted(tokens, group, wave, blocks, elements, fn_bytes)
 
     def token_group(self, tokens: int) -> TokenGroup:
         """The dispatch row for a call of ``tokens`` tokens (1 to the capacity)."""
@@ -880,7 +892,6 @@ class Plan:
     @property
     def lane_map(self) -> LaneMap:
         """What each lane takes of a fragment."""
-        sources = min(self.tp, self.hc)
         word_lanes = max(1, self.hc // FRAGMENT_WORDS)
         return LaneMap(
             lanes=self.hc,
@@ -888,8 +899,6 @@ class Plan:
             word_lanes=word_lanes,
             streams=self.hc // word_lanes,
             merges=powers_of_two_below(word_lanes),
-            sources=sources,
-            arms=self.tp // sources,
         )
 
     @property
@@ -1146,20 +1155,21 @@ def choose_cluster(plan: Plan, architecture: Architecture) -> int | None:
 
 
 def choose_token_groups(target: TargetPlan) -> Iterator[TokenGroup]:
-    """Token groups for a spec that names none: one wave of clusters at every M.
+    """Token groups for a spec that names none: the fastest at every M, by the model.
 
-    Each group serves the calls that it lets run in one wave; beyond the wave of the
-    largest that a cluster can take, that one serves the rest of the capacity.
+    A call in one wave takes one launch, so a group's row ends where its wave does, if
+    the group goes on to serve larger calls.
     """
     capacity = target.plan.capacity
-    wave = clusters_at_once(target.architecture, target.cluster_size)
     groups = [group for group in TOKEN_GROUPS if group_fault(target, group) is None]
-    for group in groups:
-        served = min(wave * group, capacity)
-        yield plan_group(target, served, group, None)
-        if served == capacity:
-            return
-    yield plan_group(target, capacity, groups[-1], None)
+    group = groups[0]
+    ends: dict[tuple[int, bool], int] = {}
+    for tokens in range(1, capacity + 1):
+        larger = [g for g in groups if g >= group]
+        group = min(larger, key=lambda g: (target.predicted(tokens, g), g))
+        ends[group, target.waves(tokens, group) == 1] = tokens
+    for (group, _), end in ends.items():
+        yield plan_group(target, end, group, None)
 
 
 def plan_group(
@@ -1229,7 +1239,7 @@ def launches_fault(
     Its blocks wait for those of other ranks, so all must run at once everywhere.
     """
     clusters = -(-max_tokens // group)
-    wave = clusters_at_once(target.architecture, target.cluster_size, blocks)
+    wave = target.wave(blocks)
     if target.plan.tp == 1:
         return "one rank has nothing to publish"
     if clusters > wave:
@@ -1241,7 +1251,7 @@ def launches_hint(target: TargetPlan, group: int, blocks: int) -> str | None:
     """What calls of a token group one launch can serve; None if there are none."""
     if target.plan.tp == 1:
         return None
-    wave = clusters_at_once(target.architecture, target.cluster_size, blocks)
+    wave = target.wave(blocks)
     return f"or end the entry at {wave * group} tokens"
 
 
@@ -1369,10 +1379,9 @@ def plan_target(plan: Plan, architecture: Architecture, target: Target) -> Targe
     planned = TargetPlan(plan, architecture, cluster_size, cluster_reason, (), "")
     if target.token_groups is None:
         token_groups = tuple(choose_token_groups(planned))
-        wave = clusters_at_once(architecture, cluster_size)
         groups_reason = (
-            f"picked: about {wave} clusters run at once, and groups of up to "
-            f"{TOKEN_GROUPS[-1]} tokens keep a call to one wave where they can"
+            f"picked: about {planned.wave()} clusters run at once, and these groups "
+            "should be the fastest"
         )
     else:
         token_groups = tuple(

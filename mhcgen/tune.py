@@ -14,12 +14,11 @@ from typing import NamedTuple
 
 from mhcgen.architecture import Architecture
 from mhcgen.console import show_table
-from mhcgen.cost import predicted, waves
 from mhcgen.errors import MhcgenError
 from mhcgen.plan import (
     TOKEN_GROUPS,
     Plan,
-    clusters_at_once,
+    TargetPlan,
     group_fault,
     legal_clusters,
     plan_target,
@@ -27,7 +26,7 @@ from mhcgen.plan import (
 )
 from mhcgen.spec import Target
 
-PRUNE = 1.5  # times a cluster size's best prediction: what is slower is not tried
+PRUNE = 1.3  # times a cluster size's best prediction: what is slower is not tried
 TIE = 0.01  # what is slower by less counts as equal; the smaller group is taken
 FEW = (1, 2, 4, 8)
 
@@ -51,10 +50,6 @@ class Candidate:
     def blocks(self) -> int:
         """Blocks that share a multiprocessor."""
         return 2 if self.shared_octets else 1
-
-    def call(self, m: int) -> tuple[int, int, int, int]:
-        """A call of ``m`` tokens, as the rough model takes it."""
-        return self.cluster_size, self.group, m, self.blocks
 
     def fn_octets(self, plan: Plan) -> int | None:
         """What a dispatch row of a spec says of fn; None for the plan's own choice."""
@@ -191,15 +186,23 @@ Timer = Callable[[int, Sequence[Candidate]], Mapping[Candidate, float]]
 """Measures candidates at one M: microseconds of each."""
 
 
-def candidates(plan: Plan, architecture: Architecture) -> tuple[Candidate, ...]:
-    """All candidates that the hardware can run, but for uneven clusters.
+def shapes(plan: Plan, architecture: Architecture) -> dict[int, TargetPlan]:
+    """What the plan makes of each cluster size that is worth trying.
 
     Clusters that leave lanes idle are tried where there are no others.
     """
     legal = legal_clusters(plan, architecture)
+    even = [size for size in legal if not plan.shares % size]
+    return {
+        size: plan_target(plan, architecture, Target(cluster_size=size))
+        for size in even or legal
+    }
+
+
+def candidates(plan: Plan, architecture: Architecture) -> tuple[Candidate, ...]:
+    """All candidates that the hardware can run, of the shapes worth trying."""
     found = []
-    for cluster_size in [size for size in legal if not plan.shares % size] or legal:
-        shape = plan_target(plan, architecture, Target(cluster_size=cluster_size))
+    for cluster_size, shape in shapes(plan, architecture).items():
         for group in TOKEN_GROUPS:
             if group <= plan.capacity and group_fault(shape, group) is None:
                 found.append(Candidate(cluster_size, group))
@@ -211,9 +214,9 @@ def candidates(plan: Plan, architecture: Architecture) -> tuple[Candidate, ...]:
 
 def tokens_to_try(plan: Plan, architecture: Architecture) -> list[int]:
     """The M at which winners may change: few tokens, and the ends of single waves."""
+    known = shapes(plan, architecture)
     ends = {
-        clusters_at_once(architecture, candidate.cluster_size, candidate.blocks)
-        * candidate.group
+        known[candidate.cluster_size].wave(candidate.blocks) * candidate.group
         for candidate in candidates(plan, architecture)
     }
     sizes = {*FEW, *ends, plan.capacity}
@@ -229,20 +232,31 @@ def own_candidate(plan: Plan, arch: str, m: int) -> Candidate:
 
 
 def trials_at(
-    m: int, architecture: Architecture, wanted: Sequence[Candidate], own: Candidate
+    m: int,
+    known: Mapping[int, TargetPlan],
+    wanted: Sequence[Candidate],
+    own: Candidate,
 ) -> list[Trial]:
     """What is worth trying at one M, the most promising first.
 
     Each cluster size keeps what the model puts near its own best: the model orders
     groups better than it orders cluster sizes. The plan's own candidate is always
     tried.
+
+    Args:
+        m: Tokens of the call.
+        known: The shape of each cluster size.
+        wanted: What may be tried.
+        own: The plan's own candidate.
     """
     trials = [
         Trial(
             m,
             candidate,
-            waves(architecture, *candidate.call(m)),
-            predicted(architecture, *candidate.call(m)),
+            known[candidate.cluster_size].waves(m, candidate.group, candidate.blocks),
+            known[candidate.cluster_size].predicted(
+                m, candidate.group, candidate.blocks
+            ),
         )
         for candidate in sorted({*wanted, own})
         # A group beyond the call leaves the rest of its cluster's work empty.

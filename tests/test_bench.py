@@ -156,7 +156,9 @@ def test_ratios() -> None:
     assert table[0] == {
         "M": 1,
         "/ nccl": 0.8,
+        "/ two launches": None,
         "/ floor": 2.0,
+        "finalize / boundary": None,
         "floor's share %": 50.0,
         "time(2M) / time(M)": 1.25,
         "local MB": 4.0,

@@ -278,8 +278,8 @@ def test_explain_shows_derivations(run: Run, glm53_plan: Plan) -> None:
     derivation = f"= {target.warps} warps x 32"
     assert f"threads {target.threads} {derivation}" in lines
     assert "total bytes 25165824 = 3 generations x 8388608" in lines
-    # Lane 1 takes word 1, mixes all streams, and moves stream 1 and re-arms rank 1.
-    assert "1 1 0 1 2 3 1 1" in lines
+    # Lane 1 takes word 1, mixes all streams, and copies stream 1.
+    assert "1 1 0 1 2 3 1" in lines
     launch = target.launches(33)[0]
     grid = ", ".join(map(str, launch.grid))
     assert (
@@ -287,11 +287,11 @@ def test_explain_shows_derivations(run: Run, glm53_plan: Plan) -> None:
         in lines
     )
     assert (
-        "1 to 15 boundary_1_multicast, boundary_1_unicast 1 1 to 15 1 yes all clusters "
+        "1 to 9 boundary_1_multicast, boundary_1_unicast 1 1 to 9 1 yes all clusters "
         "run at once: the boundary publishes itself" in lines
     )
     assert (
-        "31 to 45 boundary_3_multicast, boundary_3_unicast 3 11 to 15 1 no all "
+        "61 to 75 boundary_5_multicast, boundary_5_unicast 5 13 to 15 1 no all "
         "clusters run at once: the boundary publishes itself" in lines
     )
     assert (

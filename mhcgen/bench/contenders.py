@@ -22,6 +22,8 @@ from mhcgen.runtime.arguments import BoundaryInput, RoutedInput
 from mhcgen.runtime.dtypes import DTYPES
 
 BOUNDARY = "boundary"
+TWO_LAUNCHES = "two launches"
+MIXES = "mixes"
 WITH_MIXES = "with mixes"
 FINALIZE = "finalize"
 NCCL = "nccl"
@@ -145,14 +147,32 @@ def package_contenders(package: Loaded) -> list[Contender]:
             "publish and boundary, the critical path between two sublayers",
             partial(critical_path, package),
             required=True,
-        ),
-        Contender(
-            package.column(WITH_MIXES),
-            "whole calls back to back, with nothing between them to hide the mixes",
-            partial(with_mixes, package),
-            required=True,
-        ),
+        )
     ]
+    if package.constants.TP > 1:
+        found.append(
+            Contender(
+                package.column(TWO_LAUNCHES),
+                "the same boundary behind a publish of its own launch",
+                partial(two_launches, package),
+                required=True,
+            )
+        )
+    if package.constants.MIXES == "side_stream":
+        found += [
+            Contender(
+                package.column(MIXES),
+                "the mixes kernel alone, back to back",
+                partial(mixes, package),
+                required=True,
+            ),
+            Contender(
+                package.column(WITH_MIXES),
+                "whole calls back to back, with nothing between them to hide the mixes",
+                partial(with_mixes, package),
+                required=True,
+            ),
+        ]
     if hasattr(package.constants, "TOP_K"):
         found.append(
             Contender(
@@ -173,11 +193,33 @@ def critical_path(package: Loaded, inputs: Inputs) -> Call:
     whole = launcher.call_kernel(inputs.m)
     if whole is not None:
         return partial(launcher.call, whole, x, shared, outputs, mix)
+    return two_launches(package, inputs)
+
+
+def two_launches(package: Loaded, inputs: Inputs) -> Call:
+    """Publish and boundary, in two launches; no mixes kernel."""
+    launcher = package.launcher
+    x, shared = inputs.x, inputs.shared
+    outputs, mix = launcher.outputs(inputs.m), launcher.mix(inputs.m)
     kernel = launcher.boundary_kernel(inputs.m)
 
     def call() -> None:
         launcher.publish(x)
         launcher.boundary(kernel, shared, outputs, mix)
+
+    return call
+
+
+def mixes(package: Loaded, inputs: Inputs) -> Call:
+    """The mixes kernel, on the current stream."""
+    launcher, shared = package.launcher, inputs.shared
+    outputs, mix = launcher.outputs(inputs.m), launcher.mix(inputs.m)
+    assert mix is not None
+    mix.normal_()
+
+    def call() -> None:
+        stream = torch.cuda.current_stream(mix.device)
+        launcher.mixes(mix, shared, outputs, stream.cuda_stream)
 
     return call
 

@@ -8,7 +8,12 @@ from mhcgen.bench.result import Result
 from mhcgen.console import show_table
 
 BASE = "boundary"
-RATIOS = (("/ nccl", "nccl"), ("/ floor", "floor"))
+RATIOS = {
+    "/ nccl": (BASE, "nccl"),
+    "/ two launches": (BASE, "two launches"),
+    "/ floor": (BASE, "floor"),
+    "finalize / boundary": ("finalize", BASE),
+}
 
 Row = tuple[object, ...]
 
@@ -55,7 +60,7 @@ def ratios(result: Result) -> tuple[list[str], list[Row]]:
     """The boundary against what it is compared with, and its traffic, a row an M."""
     headers = [
         "M",
-        *(name for name, _ in RATIOS),
+        *RATIOS,
         "floor's share %",
         "time(2M) / time(M)",
         "local MB",
@@ -68,8 +73,8 @@ def ratios(result: Result) -> tuple[list[str], list[Row]]:
 
 def _ratio_row(result: Result, m: int) -> Iterator[object]:
     yield m
-    for _, column in RATIOS:
-        yield result.ratio(m, BASE, column)
+    for column, other in RATIOS.values():
+        yield result.ratio(m, column, other)
     share = result.ratio(m, "floor", BASE)
     yield None if share is None else 100 * share
     time = result.microseconds[m].get(BASE)

@@ -34,6 +34,7 @@ from mhcgen.tune import (
     choose,
     own_candidate,
     search,
+    shapes,
     tokens_to_try,
     trials_at,
 )
@@ -187,9 +188,10 @@ def tune(plan: Plan, tokens: Sequence[int] | None, budget: float) -> Tuned | Non
                     "tokens (capacity.max_tokens)"
                 )
         wanted = candidates(plan, architecture)
+        own = plan.target(arch)
+        known = {own.cluster_size: own} | shapes(plan, architecture)
         planned = {
-            m: trials_at(m, architecture, wanted, own_candidate(plan, arch, m))
-            for m in sizes
+            m: trials_at(m, known, wanted, own_candidate(plan, arch, m)) for m in sizes
         }
         used = {trial.candidate for trials in planned.values() for trial in trials}
         packages = {_package(candidate) for candidate in used}
