@@ -16,7 +16,7 @@ from mhcgen.plan import (
     FRAGMENT_BYTES,
     FRAGMENT_ELEMENTS,
     GENERATIONS,
-    MANY_RANKS,
+    MANY_WORDS,
     PUBLISH_THREADS,
     Plan,
     TargetPlan,
@@ -384,8 +384,7 @@ def _target(target: TargetPlan, tokens: int | None) -> Section:
 
 def _registers(plan: Plan) -> str:
     fn = f"{plan.fn_fragments} fragments of fn and " * (plan.fn_home == "registers")
-    words = plan.tp * plan.lane_map.words
-    return f"for {fn}{words} arrived words of one token"
+    return f"for {fn}{plan.arrived_words} arrived words of one token"
 
 
 def _may_spill(target: TargetPlan) -> str:
@@ -393,8 +392,8 @@ def _may_spill(target: TargetPlan) -> str:
         return "bytes of a thread: no kernel spills"
     if target.plan.fn_home == "global":
         return "bytes of a boundary's thread: fn is loaded as far ahead as it can be"
-    if target.plan.tp >= MANY_RANKS:
-        return "bytes of a boundary's thread: a lane has many ranks to poll"
+    if target.plan.arrived_words >= MANY_WORDS:
+        return "bytes of a boundary's thread: a lane has many words to poll"
     return f"bytes of a boundary's thread: {target.register_limit} registers are few"
 
 

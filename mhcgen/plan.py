@@ -47,11 +47,14 @@ FEWEST_TOKENS = 4  # tokens a cluster that fn must leave room for in shared memo
 TRIPS = (1, 2, 4, 8, 16, 32)  # what the plan picks from
 TOKEN_GROUPS = (1, 2, 3, 4, 5, 7, 8, 9, 10, 16)  # what the plan picks from
 MAY_SPILL = 64  # bytes of a thread, where no promise is made
-MANY_RANKS = 16  # whose addresses and rows take many registers
+MANY_WORDS = 16  # of one token from all ranks, which take many registers
 FEW_REGISTERS = 128  # of a thread, where blocks have more than 384
 MIXES_THREADS = 32
 INT32_MAX = 2**31 - 1
 SHARED_EXPERT = {"optional": (False, True), "always": (True,), "never": (False,)}
+# Registers of a thread that polls, beyond those of fn and of the words. Measured on
+# DSL 4.8.1.
+POLLING_REGISTERS = 42
 # Registers of the projection beyond those that hold fn and the totals.
 PROJECTION_REGISTERS = 40
 # Those of a projection by FMA beyond fn: 32 sums of four tokens, a fragment and what is
@@ -250,12 +253,12 @@ class TargetPlan:
     def may_spill(self) -> int:
         """Bytes that a boundary's thread may spill; 0 where the plan promises none.
 
-        The assembler loads fn from L2, and addresses of many ranks, as far ahead as
+        The assembler loads fn from L2, and keeps the places of many words, as far as
         registers allow, and overshoots by a few. With few registers it does so as well
         where they hold fn, or multiply by FMA. Measured on DSL 4.8.1: up to 56 bytes.
         """
         plan = self.plan
-        ahead = plan.fn_home == "global" or plan.tp >= MANY_RANKS
+        ahead = plan.fn_home == "global" or plan.arrived_words >= MANY_WORDS
         full = plan.fn_home == "registers" or plan.projection == "fma"
         tight = full and self.register_limit <= FEW_REGISTERS
         return MAY_SPILL if ahead or tight else 0
@@ -272,19 +275,17 @@ class TargetPlan:
             group * (plan.last_sum + 1) * self.cluster_size * 4,  # sums of the blocks
             0 if plan.delayed else group * self.cluster_size * 4,  # their squares
             2 * MBARRIER_BYTES,
+            group * plan.mix * 4 if plan.tail else 0,  # logits of the mixes
             self.warps * plan.trips * group * plan.stash_token_bytes,
             group * plan.token_weights * 4,
             self.warps * group * plan.sums_stride * 4,  # partial sums
             0 if plan.delayed else group * self.warps * 4,  # squares of the warps
-            self.fn_bytes(fn_octets),
             0 if plan.delayed or group <= FEW_TOKENS else group * plan.hc * 4,  # pre
             0 if group <= FEW_TOKENS else group * 4,  # rstd of the norms
-            group * plan.mix * 4 if plan.tail else 0,  # logits of the mixes
+            self.fn_bytes(fn_octets),
         )
-        total = 0
-        for stage in filter(None, stages):
-            total = aligned(total, FRAGMENT_BYTES) + stage
-        return total
+        # The launch does not round up the last, but loads of it may be wider.
+        return sum(aligned(stage, FRAGMENT_BYTES) for stage in stages)
 
     def fn_bytes(self, fn_octets: int | None = None) -> int:
         """Shared memory that holds a block's part of fn, or what registers leave of it.
@@ -900,6 +901,11 @@ class Plan:
             merges=powers_of_two_below(word_lanes),
         )
 
+    @property
+    def arrived_words(self) -> int:
+        """Words of a token that a lane takes from all ranks together."""
+        return self.tp * self.lane_map.words
+
     @cached_property
     def targets(self) -> tuple[TargetPlan, ...]:
         """One plan an architecture, in the order of the spec."""
@@ -1018,12 +1024,11 @@ def model_problems(plan: Plan) -> list[Problem]:
 
 
 def working_registers(plan: Plan) -> int:
-    """Registers of a boundary's thread beyond those for fn and for tokens' inputs.
+    """Registers of a boundary's thread beyond those for fn, once tokens have come.
 
-    They hold addresses, sums and what is in work. Measured on DSL 4.8.1 as 50 to 59 for
-    4 streams of 4 ranks, 65 for 2 of 16, 66 for 1 of 16, and 74 for 8 streams.
+    They hold addresses, sums and what is in work.
     """
-    return 58 + 2 * plan.hc + plan.tp // 2
+    return 60 + 2 * plan.hc
 
 
 def boundary_registers(
@@ -1032,10 +1037,11 @@ def boundary_registers(
     """Registers that a boundary's thread needs for the tokens' rows.
 
     It holds its part of fn, as far as that is at home there, and its words of the
-    arrived rows that it takes at once.
+    arrived rows that it takes at once, each with its place.
     """
     fn = plan.held_fragments(fn_octets) * FRAGMENT_WORDS
-    return fn + at_once * plan.tp * plan.lane_map.words + working_registers(plan)
+    polling = POLLING_REGISTERS + at_once * plan.arrived_words * 2
+    return fn + max(polling, working_registers(plan))
 
 
 def fragments_at_once(

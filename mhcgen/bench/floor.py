@@ -97,17 +97,13 @@ class Floor:
             + row
             for peer in range(self.constants.TP)
         ]
-        polled = [self.ptx.load_volatile(slot) for slot in slots]
-        arrived = [
-            self.steps.poll(slot, words)
-            for slot, words in zip(slots, polled, strict=True)
-        ]
-        total = self.steps.add_pairs([self.steps.unpack(words) for words in arrived])
+        count = self.constants.FRAGMENT_WORDS
+        places = [(True, slot) for slot in slots]
+        arrived = self.steps.poll(places, self.steps.load_rows(places, count), count)
+        total = self.steps.sum_ranks(arrived, count)
         self.ptx.store_fragment(y.iterator.toint() + row, self.steps.pack(total))
         for slot in slots:
-            self.ptx.store_fragment(
-                slot, [self.steps.SENTINEL_PAIR] * self.constants.FRAGMENT_WORDS
-            )
+            self.ptx.store_fragment(slot, [self.steps.SENTINEL_PAIR] * count)
 
         # The last block to arrive advances the generation: all have read it.
         cute.arch.sync_threads()

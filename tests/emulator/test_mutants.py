@@ -10,13 +10,10 @@ generation by two is as good as by one: modulo three, both visit all. Publish ma
 it before its own wait, as long as the host lets each publish wait for the mixes of the
 call before it, and so for that call's boundary. A boundary that consumes need not wait
 before it ends, and the block that is counted last may advance the generation at once:
-it is counted when all rows have come, and then all have read the generation. The fence
-of the mbarriers says what the arrival at the cluster's barrier, which releases, says as
-well. The warp of the mixes need not wait for the kernel before where the sums that it
-takes are behind such a wait. To clear the slots of absent tokens clears those of the
-last one once more, and weights beyond the group's land where sums are stored later.
-Copies may be waited for behind the block's barrier: the shuffles of step 1 hold each
-lane until its neighbours have waited as well.
+it is counted when all rows have come, and then all have read the generation. The warp
+of the mixes need not wait for the kernel before where the sums that it takes are behind
+such a wait. Weights beyond the group's land where sums are stored later. Lanes that
+share words may both publish them: they store the same.
 """
 
 import itertools
@@ -96,17 +93,12 @@ LAST_WAIT = """\
 """
 COPIES = """\
         for index, share in items:
-            ptx.copy_async(
-                share.stash + index * STASH_TOKEN,
-                call.residual.iterator.toint()
-                + Int64(tokens[index] * TOKEN_BYTES)
-                + (stream * ROW_BYTES + share.column),
-            )
+            self.copy_stream(call, index, share)
 """
 PUBLISH_ROWS = """\
         if cutlass.const_expr(self.publishes is not None):
             for batch in batches(items, self.items_at_once):
-                self.publish(call, batch, tokens, destinations, generation, stream)
+                self.publish(call, batch, destinations, generation)
 """
 WAITS_COPIES = "        ptx.wait_copies()\n"
 READY = """\
@@ -114,12 +106,19 @@ READY = """\
         ptx.wait_copies()
         self.sync()
 """
-REARM = "ptx.store_fragment_if(present, slot + source * SLOT_BYTES, SENTINELS)"
-REARMS = "cutlass.range_constexpr(POLLS):\n                " + REARM
-ARRIVE = "        cute.arch.cluster_arrive()\n"
+MEET = "        self.sync()\n"
+REARM = "ptx.store_fragment_if(present, own + arm * SLOT_BYTES, SENTINELS)"
+REARMS = "cutlass.range_constexpr(ARMS):\n                " + REARM
+POLL = "poll(places, load_rows(places, LANE_WORDS), LANE_WORDS)"
+POLLS = f"            arrived = {POLL}\n"
+POLLED = """\
+                    self.present(call, index, share),
+                    slots
+"""
+ARRIVE = "        cute.arch.cluster_arrive_relaxed()\n"
 INIT = "        if thread == 0:\n            # One barrier for the sums"
 
-SLOT = "            slot = slots + (tokens[index] * ROW_BYTES + share.column)\n"
+SLOT = "            own = slots + share.arms_in_slots + index * ROW_BYTES\n"
 LOADS_ROW = """\
         words = ptx.load_fragment(
             x.iterator.toint() + Int64(token * ROW_BYTES + column)
@@ -135,16 +134,28 @@ PROTOCOL = [
         "the next generation is re-armed instead of the consumed one",
         REARM,
         REARM.replace(
-            "source * SLOT_BYTES",
-            f"source * SLOT_BYTES + ({ADVANCE} - generation) * GENERATION_BYTES",
+            "arm * SLOT_BYTES",
+            f"arm * SLOT_BYTES + ({ADVANCE} - generation) * GENERATION_BYTES",
         ),
         PUBLISHES,
     ),
-    boundary("nothing is re-armed", REARMS, REARMS.replace("POLLS", "0"), CONSUMES),
+    boundary("nothing is re-armed", REARMS, REARMS.replace("ARMS", "0"), CONSUMES),
     boundary(
         "of a group, only the first token is re-armed",
         REARMS,
-        REARMS.replace("POLLS", "POLLS if index == 0 else 0"),
+        REARMS.replace("ARMS", "ARMS if index == 0 else 0"),
+        GROUPS,
+    ),
+    boundary(
+        "the last rank is never re-armed",
+        "stream % SOURCES * (ARMS * SLOT_BYTES)",
+        "stream % (SOURCES - 1) * (ARMS * SLOT_BYTES)",
+        PUBLISHES,
+    ),
+    boundary(
+        "absent tokens are re-armed",
+        REARM,
+        REARM.replace("present", "True"),
         GROUPS,
     ),
     boundary(
@@ -155,10 +166,21 @@ PROTOCOL = [
     ),
     boundary(
         "re-armed before the row is read",
-        "            arrivals = [\n",
-        "            for place in places:\n"
-        "                ptx.store_fragment_if(count > 0, place, SENTINELS)\n"
-        "            arrivals = [\n",
+        POLLS,
+        "            for present, place in places:\n"
+        "                ptx.store_fragment_if(present, place, SENTINELS[:1])\n"
+        + POLLS,
+        PUBLISHES,
+    ),
+    boundary(
+        "a lane re-arms fragments that its neighbours have yet to read",
+        POLLS,
+        POLLS + "            for index, share in batch:\n"
+        "                ptx.store_fragment_if(\n"
+        "                    self.present(call, index, share),\n"
+        "                    slots + share.arms_in_slots + index * ROW_BYTES,\n"
+        "                    SENTINELS,\n"
+        "                )\n",
         PUBLISHES,
     ),
     step(
@@ -192,12 +214,42 @@ PROTOCOL = [
         CONSUMES,
     ),
     step(
-        "a fragment has arrived once its first word has",
-        "while holds_sentinel((word0, word1, word2, word3)):",
-        "while holds_sentinel((word0,)):",
+        "all ranks have arrived once the first has",
+        "while holds_sentinel(words):",
+        "while holds_sentinel(words[:count]):",
         CONSUMES,
     ),
-    step("no poll", "poll(slot + rank * SLOT_BYTES, words)", "words", GROUPS),
+    step(
+        "all ranks have arrived once the last has",
+        "while holds_sentinel(words):",
+        "while holds_sentinel(words[-count:]):",
+        PUBLISHES,
+    ),
+    step(
+        "all tokens of a group have arrived once the first has",
+        "while holds_sentinel(words):",
+        "while holds_sentinel(words[: TP * count]):",
+        GROUPS,
+    ),
+    step(
+        "what came late is not loaded again",
+        "        words = load_rows(places, count)\n",
+        "        words = words[:count] + load_rows(places, count)[count:]\n",
+        CONSUMES,
+    ),
+    step(
+        "absent tokens are polled once a row is late",
+        "        words = load_rows(places, count)\n",
+        "        words = load_rows([(True, place) for _, place in places], count)\n",
+        GROUPS,
+    ),
+    boundary(
+        "absent tokens are polled",
+        POLLED,
+        POLLED.replace("self.present(call, index, share)", "True"),
+        GROUPS,
+    ),
+    boundary("no poll", POLL, "load_rows(places, LANE_WORDS)", GROUPS),
     boundary(
         "every block advances the generation",
         ADVANCES,
@@ -272,9 +324,10 @@ PROTOCOL = [
         seed=9,
     ),
     boundary(
-        "absent tokens publish the last row once more",
-        "present = index < call.count",
-        "present = call.count > 0",
+        "absent tokens publish",
+        "payload = sanitize(words)\n"
+        "            present = self.present(call, index, share)\n",
+        "payload = sanitize(words)\n            present = True\n",
         GROUPS,
         seed=3,
     ),
@@ -339,8 +392,8 @@ MAPS = [
     ),
     boundary(
         "slots of ranks overlap where the boundary publishes",
-        "call.rank * SLOT_BYTES",
-        "call.rank * ROW_BYTES",
+        "Int64(call.rank) * SLOT_BYTES",
+        "Int64(call.rank) * ROW_BYTES",
     ),
     Mutant(
         "rows of tokens overlap",
@@ -351,43 +404,94 @@ MAPS = [
     ),
     boundary(
         "rows of tokens overlap where the boundary publishes",
-        "offset = slot + (tokens[index] * ROW_BYTES + share.column)",
-        "offset = slot + share.column",
+        "slot + share.words_in_row + index * ROW_BYTES",
+        "slot + share.words_in_row",
+        GROUPS,
     ),
     boundary(
         "no rank publishes to itself",
-        "own = present & (stream + turn * HC < TP)",
-        "own = present & (stream + turn * HC != call.rank)",
+        "store_fragment_if(present, place, payload)",
+        "store_fragment_if(\n"
+        "                        present & (mailbox != call.mailboxes[call.rank]),\n"
+        "                        place,\n"
+        "                        payload,\n"
+        "                    )",
     ),
     boundary(
         "ranks are polled in rotated order",
-        "+ stream % SOURCES * POLLS",
-        "+ (stream + 1) % SOURCES * POLLS",
+        "(index * ROW_BYTES + rank * SLOT_BYTES)",
+        "(index * ROW_BYTES + (rank + 1) % TP * SLOT_BYTES)",
     ),
-    Mutant(
+    step(
         "ranks are summed in another order",
-        PUBLISHES,
-        "constants.py",
-        "BUTTERFLIES = (\n    1,\n    2,\n)",
-        "BUTTERFLIES = (\n    2,\n    1,\n)",
+        "add_pairs([unpack(rank) for rank in ranks])",
+        "add_pairs([unpack(rank) for rank in ranks[::2] + ranks[1::2]])",
     ),
-    Mutant(
-        "columns of the collapse are swapped",
-        PUBLISHES,
-        "constants.py",
-        "SPLITS = (\n    2,\n    1,\n)",
-        "SPLITS = (\n    1,\n    2,\n)",
+    step(
+        "the first rank stands for the second as well",
+        "words[rank * count : (rank + 1) * count]",
+        "words[max(rank - 1, 0) * count : max(rank, 1) * count]",
+    ),
+    boundary(
+        "all tokens of a batch take the arrived rows of the first",
+        "sum_ranks(words, LANE_WORDS)",
+        "sum_ranks(arrived[: TP * LANE_WORDS], LANE_WORDS)",
+        GROUPS,
+    ),
+    boundary(
+        "columns of the new streams are swapped",
+        "own_words=words,",
+        "own_words=streams + (word ^ 1) * 4,",
+    ),
+    boundary(
+        "columns of the norm's weight are swapped",
+        "norm_words[first_word + index]",
+        "norm_words[(first_word + index) ^ 1]",
     ),
     boundary(
         "comb is read transposed",
-        "[weights[index * WEIGHTS + stream + row * HC] for row in range(HC + 1)]",
-        "[weights[index * WEIGHTS + stream]] + "
-        "[weights[index * WEIGHTS + (stream + 1) * HC + row] for row in range(HC)]",
+        "[row[j] for row in comb]",
+        "comb[j]",
     ),
     boundary(
         "all tokens of a group are weighed like the first",
-        "[weights[index * WEIGHTS + stream + row * HC]",
-        "[weights[stream + row * HC]",
+        "(index * WEIGHTS + row * HC) * FLOAT_BYTES",
+        "(row * HC) * FLOAT_BYTES",
+        GROUPS,
+    ),
+    boundary(
+        "all streams are weighed by the lane's pre-mix",
+        "cute.arch.shuffle_sync(pre, first + j)",
+        "pre",
+    ),
+    boundary(
+        "all tokens of a group take the first one's pre-mix",
+        "address + token * (HC * FLOAT_BYTES)",
+        "address",
+        GROUPS,
+    ),
+    step(
+        "square sums go to the tokens in reverse",
+        "(lane & distance) != 0)",
+        "(lane & distance) == 0)",
+        GROUPS,
+    ),
+    boundary(
+        "the last square sum of a group is lost",
+        "lane % lanes == 0 and token < self.group",
+        "lane % lanes == 0 and token < self.group - 1",
+        GROUPS,
+    ),
+    boundary(
+        "all tokens of a group take the first one's norm",
+        "self.norm_rstd(call, cutlass.min(token, call.count - 1))",
+        "self.norm_rstd(call, 0)",
+        GROUPS,
+    ),
+    boundary(
+        "a token too many is present",
+        "True if index == 0 else index < call.count",
+        "True if index == 0 else index <= call.count",
         GROUPS,
     ),
     boundary(
@@ -423,8 +527,8 @@ MAPS = [
     ),
     boundary(
         "the last token of a group is not polled",
-        "load_arrivals(place, (index < count))",
-        "load_arrivals(place, (index < count - 1))",
+        POLLED,
+        POLLED.replace("index", "index + 1"),
         GROUPS,
     ),
     boundary(
@@ -435,14 +539,32 @@ MAPS = [
     ),
     boundary(
         "all tokens of a group take the streams of the first",
-        COPIES,
-        COPIES.replace("tokens[index]", "tokens[0]"),
+        "call.residual.iterator.toint() + share.stream_in_token + index * TOKEN_BYTES",
+        "call.residual.iterator.toint() + share.stream_in_token",
         GROUPS,
     ),
     boundary(
-        "absent tokens overwrite the streams of the last one",
+        "streams beyond the last token are read",
+        "ptx.copy_async_if(index < call.count, place, address)",
+        "ptx.copy_async(place, address)",
+        GROUPS,
+    ),
+    boundary(
+        "rows beyond the last token are read",
+        "            self.present(call, index, share),\n            call.x",
+        "            True,\n            call.x",
+        GROUPS,
+    ),
+    boundary(
+        "absent tokens store their streams",
         "                present,\n                call.new_residual",
-        "                count > 0,\n                call.new_residual",
+        "                True,\n                call.new_residual",
+        GROUPS,
+    ),
+    boundary(
+        "absent tokens store a layer input",
+        "                present,\n                call.layer_input",
+        "                True,\n                call.layer_input",
         GROUPS,
     ),
     boundary(
@@ -483,7 +605,11 @@ MAPS = [
     ),
 ]
 NUMERICS = [
-    step("y is not rounded", "return unpack(pack(partial))", "return partial"),
+    step(
+        "y is not rounded",
+        "return unpack(pack(add_pairs([unpack(rank) for rank in ranks])))",
+        "return add_pairs([unpack(rank) for rank in ranks])",
+    ),
     step(
         "the product with post is fused",
         "    new = [ptx.mul(post, value) for value in y]\n"
@@ -591,6 +717,11 @@ BARRIERS = [
         READY.replace(WAITS_COPIES, ""),
     ),
     boundary(
+        "copies are waited for once the warps have met",
+        READY,
+        READY.replace(WAITS_COPIES, "") + WAITS_COPIES,
+    ),
+    boundary(
         "weights are shared only once the warps have met",
         READY,
         READY + STORES_WEIGHTS,
@@ -601,7 +732,7 @@ BARRIERS = [
     boundary(
         "warps do not meet before the streams are mixed",
         READY,
-        READY.replace("        self.sync()\n", ""),
+        READY.replace(MEET, ""),
         seed=1,
     ),
     boundary(
@@ -613,12 +744,12 @@ BARRIERS = [
         "a block tells its peers to write before its barriers are there",
         INIT,
         ARRIVE + INIT,
+        moved=(ARRIVE,),
     ),
     boundary(
         "nothing makes the barriers known to the peers",
-        ARRIVE,
-        ARRIVE.replace("arrive", "arrive_relaxed"),
-        moved=("            ptx.fence_barriers()\n",),
+        "            ptx.fence_barriers()\n",
+        "",
     ),
     boundary(
         "a sum less is expected",
@@ -643,19 +774,25 @@ BARRIERS = [
     ),
     boundary(
         "warps do not meet before their sums are sent",
-        "        self.sync()\n        self.send_sums",
+        MEET + "        self.send_sums",
         "        self.send_sums",
     ),
     boundary("sums are not waited for", "        wait_for_sums(call.arrived)\n", ""),
     boundary(
         "warps do not meet before they share pre-mixes",
-        "        self.sync()\n        return [pres",
-        "        return [pres",
+        MEET + "        address = pres",
+        "        address = pres",
+        GROUPS,
+    ),
+    boundary(
+        "warps do not meet before they share norms",
+        MEET + "        return [rstds",
+        "        return [rstds",
         GROUPS,
     ),
     boundary(
         "warps do not meet before their squares are sent",
-        "        self.sync()\n        self.send_squares",
+        MEET + "        self.send_squares",
         "        self.send_squares",
     ),
     boundary(
@@ -675,11 +812,6 @@ BARRIERS = [
     ),
 ]
 LANES = [
-    boundary(
-        "a lane overwrites streams that its neighbours have yet to read",
-        "            cute.arch.sync_warp()\n            for new, (index, share)",
-        "            for new, (index, share)",
-    ),
     boundary(
         "a warp projects streams before all of its lanes have stored them",
         "        cute.arch.sync_warp()\n        lane_tokens",
@@ -726,17 +858,73 @@ TAIL = [
         "if cute.arch.warp_idx() <= self.warps:",
     ),
 ]
-SETS = {"narrow": [*PROTOCOL, *MAPS, *NUMERICS, *BARRIERS, *LANES], "tail": TAIL}
+EIGHT_LANES = [
+    boundary(
+        "a lane overwrites streams that its neighbour has yet to read",
+        "            cute.arch.sync_warp()\n            for new, (index, share)",
+        "            for new, (index, share)",
+    ),
+]
+EIGHT = [
+    boundary(
+        "a lane stores its streams where its neighbour's belong",
+        "own_words=words + stream % WORD_LANES * ",
+        "own_words=words + (stream + 1) % WORD_LANES * ",
+    ),
+    boundary(
+        "both lanes of a word mix the first streams",
+        "first = cute.arch.lane_idx() % WORD_LANES * LANE_STREAMS",
+        "first = 0",
+    ),
+    boundary(
+        "both lanes of a word weigh by the first pre-mixes",
+        "cute.arch.lane_idx() - stream + stream % WORD_LANES * LANE_STREAMS",
+        "cute.arch.lane_idx() - stream",
+    ),
+    boundary(
+        "both lanes of a word weigh a group by the first pre-mixes",
+        "address = address + stream % WORD_LANES * (LANE_STREAMS * FLOAT_BYTES)",
+        "pass",
+        GROUPS,
+    ),
+    step(
+        "a lane collapses its own streams alone",
+        "for distance in MERGES:",
+        "for distance in ():",
+    ),
+    Mutant(
+        "a lane merges its collapse with that of another word",
+        PUBLISHES,
+        "constants.py",
+        "MERGES = (1,)",
+        "MERGES = (2,)",
+    ),
+    boundary(
+        "both lanes of a word count its squares",
+        "counts = cute.arch.lane_idx() % WORD_LANES == 0",
+        "counts = cute.arch.lane_idx() % WORD_LANES >= 0",
+    ),
+]
+SETS = {
+    "narrow": [*PROTOCOL, *MAPS, *NUMERICS, *BARRIERS, *LANES],
+    "tail": TAIL,
+    "eight_streams": [*EIGHT, *EIGHT_LANES],
+}
 MUTANTS = [(name, mutant) for name, mutants in SETS.items() for mutant in mutants]
 
 
 @pytest.fixture(scope="session")
 def plans(narrow_plan: Plan) -> dict[str, Plan]:
-    """The narrow plan; and one with a tail, and with no more than its mutants need."""
-    unicast = narrow_plan.spec.parallel.model_copy(update={"transports": ("unicast",)})
-    changes = {"name": "tail", "parallel": unicast, "moe": None, "mixes": "tail"}
-    tail = make_plan(narrow_plan.spec.model_copy(update=changes))
-    return {"narrow": narrow_plan, "tail": tail}
+    """The narrow plan; and others of it, with no more than their mutants need."""
+    spec = narrow_plan.spec
+    unicast = spec.parallel.model_copy(update={"transports": ("unicast",)})
+    eight = spec.model.model_copy(update={"hc": 8})
+    changes = {"tail": {"mixes": "tail"}, "eight_streams": {"model": eight}}
+    plans = {"narrow": narrow_plan}
+    for name, own in changes.items():
+        common = {"name": name, "parallel": unicast, "moe": None}
+        plans[name] = make_plan(spec.model_copy(update=common | own))
+    return plans
 
 
 def hard_cases(mutant: Mutant) -> list[Case]:
@@ -775,7 +963,7 @@ def test_the_original_is_right(load: Load, plans: dict[str, Plan], name: str) ->
 
 def tries(mutant: Mutant, package: EmulatedPackage) -> Iterator[Outcome]:
     """What comes of what a mutant must not survive."""
-    if mutant in LANES:
+    if mutant in LANES or mutant in EIGHT_LANES:
         yield from with_lanes_apart(package)
     else:
         for case in cases(mutant, package.plan):

@@ -46,6 +46,27 @@ MUTANTS = {
             "ptx.load_constant(place + FRAGMENT_BYTES)",
             "ptx.load_constant(place)",
         ),
+        Mutant(
+            "of a lane's ranks, only the first is re-armed",
+            BOUNDARY,
+            "boundary.py",
+            "cutlass.range_constexpr(ARMS)",
+            "cutlass.range_constexpr(1)",
+        ),
+        Mutant(
+            "lanes re-arm each other's ranks",
+            BOUNDARY,
+            "boundary.py",
+            "stream % SOURCES * (ARMS * SLOT_BYTES)",
+            "stream % SOURCES * SLOT_BYTES",
+        ),
+        Mutant(
+            "of a lane's words, only the first is stored",
+            BOUNDARY,
+            "boundary.py",
+            "normalize(c, rstds[index], share.norm_weight),",
+            "normalize(c, rstds[index], share.norm_weight)[:1],",
+        ),
     ],
     "fp16": [
         Mutant(
@@ -63,6 +84,20 @@ MUTANTS = {
             "steps.py",
             "ptx.add(weight, Float32(1.0))",
             "weight",
+        ),
+        Mutant(
+            "idle lanes store what they have",
+            BOUNDARY,
+            "boundary.py",
+            "share.own if index == 0 else share.own & (index < call.count)",
+            "True if index == 0 else index < call.count",
+        ),
+        Mutant(
+            "idle lanes project the last fragment",
+            BOUNDARY,
+            "boundary.py",
+            "[zero_unless(share.own, words) for words in new]",
+            "new",
         ),
     ],
     "delayed": [
@@ -84,8 +119,8 @@ MUTANTS = {
             "the residual mix weighs the collapse",
             BOUNDARY,
             "boundary.py",
-            "stream + (HC + 1) * HC",
-            "stream + HC * HC",
+            "self.weights_of(weights, index, HC + 1)",
+            "self.weights_of(weights, index, HC)",
         ),
         Mutant(
             "the last sum stays behind",
@@ -104,7 +139,7 @@ MUTANTS = {
         Mutant(
             "the mean is a sum",
             BOUNDARY,
-            "steps.py",
+            "boundary.py",
             "Float32(1.0 / HC)",
             "Float32(1.0)",
         ),
@@ -121,8 +156,15 @@ MUTANTS = {
             "the exit re-arms one rank",
             ("exit",),
             "exit.py",
-            "for place in places:",
-            "for place in places[:1]:",
+            "for _, place in places:",
+            "for _, place in places[:1]:",
+        ),
+        Mutant(
+            "fragments have arrived once the first words have",
+            ("exit",),
+            "steps.py",
+            "while holds_sentinel(words):",
+            "while holds_sentinel(words[::count]):",
         ),
         Mutant(
             "the entry multiplies one stream's columns",
