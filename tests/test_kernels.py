@@ -210,8 +210,8 @@ def test_stores_of_boundaries(
 ) -> None:
     """A boundary publishes by its transport alone, or not at all.
 
-    Each lane sends its word of a token to every rank. Beside that it stores words:
-    one of each stream, of each rank's slot to re-arm it, and of the layer input.
+    Each lane sends its word of a token to every rank. Beside that it stores words: one
+    of each stream, of each rank's slot to re-arm it, and of the layer input.
     """
     silent = {f"boundary_{group}": group for group in GROUPS}
     for name, group in (silent | publishing_boundaries(transport)).items():

@@ -61,7 +61,7 @@ class Protocol:
         publishing_boundary_waits: A boundary that publishes waits before it reads
             anything.
         boundary_publishes_late: It publishes after that wait, not before.
-        lanes_meet: The lanes of a fragment meet between their reads and the re-arm.
+        lanes_meet: Lanes that share words meet between their reads and the re-arm.
         rearm_ahead: Generations from the consumed one to the one that is re-armed.
         rearm_in_time: Re-arming is done when the boundary completes, not only when the
             next boundary does.
@@ -552,7 +552,7 @@ class Model:
     def _rearm(
         self, rank: int, call: int, token: int, block: int, polls: list[int]
     ) -> int:
-        """Each lane of a fragment re-arms what it read."""
+        """Each lane re-arms what it read, and others that share the words do, too."""
         rules = self.protocol
         cleared = (rules.generation(call) + rules.rearm_ahead) % rules.generations
         rearmed = 0

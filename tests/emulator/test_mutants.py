@@ -12,13 +12,13 @@ call before it, and so for that call's boundary. A boundary that consumes need n
 before it ends, and the block that is counted last may advance the generation at once:
 it is counted when all rows have come, and then all have read the generation. The warp
 of the mixes need not wait for the kernel before where the sums that it takes are behind
-such a wait. Weights beyond the group's land where sums are stored later. Lanes that
-share words may both publish them: they store the same.
+such a wait. Weights beyond the group's land where sums are stored later.
 """
 
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent, indent
 
 import numpy as np
 import pytest
@@ -107,8 +107,11 @@ READY = """\
         self.sync()
 """
 MEET = "        self.sync()\n"
-REARM = "ptx.store_fragment_if(present, own + arm * SLOT_BYTES, SENTINELS)"
-REARMS = "cutlass.range_constexpr(ARMS):\n                " + REARM
+REARM = "ptx.store_fragment_if(present, place, SENTINELS)"
+REARMS = f"""\
+            for present, place in places:
+                {REARM}
+"""
 POLL = "poll(places, load_rows(places, LANE_WORDS), LANE_WORDS)"
 POLLS = f"            arrived = {POLL}\n"
 POLLED = """\
@@ -117,8 +120,6 @@ POLLED = """\
 """
 ARRIVE = "        cute.arch.cluster_arrive_relaxed()\n"
 INIT = "        if thread == 0:\n            # One barrier for the sums"
-
-SLOT = "            own = slots + share.arms_in_slots + index * ROW_BYTES\n"
 LOADS_ROW = """\
         words = ptx.load_fragment(
             x.iterator.toint() + Int64(token * ROW_BYTES + column)
@@ -133,23 +134,20 @@ PROTOCOL = [
     boundary(
         "the next generation is re-armed instead of the consumed one",
         REARM,
-        REARM.replace(
-            "arm * SLOT_BYTES",
-            f"arm * SLOT_BYTES + ({ADVANCE} - generation) * GENERATION_BYTES",
-        ),
+        REARM.replace("place", f"place + ({ADVANCE} - generation) * GENERATION_BYTES"),
         PUBLISHES,
     ),
-    boundary("nothing is re-armed", REARMS, REARMS.replace("ARMS", "0"), CONSUMES),
+    boundary("nothing is re-armed", REARMS, "", CONSUMES),
     boundary(
         "of a group, only the first token is re-armed",
         REARMS,
-        REARMS.replace("ARMS", "ARMS if index == 0 else 0"),
+        REARMS.replace("places", "places[:TP]"),
         GROUPS,
     ),
     boundary(
         "the last rank is never re-armed",
-        "stream % SOURCES * (ARMS * SLOT_BYTES)",
-        "stream % (SOURCES - 1) * (ARMS * SLOT_BYTES)",
+        REARMS,
+        REARMS.replace("places", "places[:-1]"),
         PUBLISHES,
     ),
     boundary(
@@ -160,27 +158,21 @@ PROTOCOL = [
     ),
     boundary(
         "re-armed with plus zero",
-        "[SENTINEL_PAIR] * FRAGMENT_WORDS",
-        "[0] * FRAGMENT_WORDS",
+        "[SENTINEL_PAIR] * LANE_WORDS",
+        "[0] * LANE_WORDS",
         PUBLISHES,
     ),
     boundary(
         "re-armed before the row is read",
         POLLS,
-        "            for present, place in places:\n"
-        "                ptx.store_fragment_if(present, place, SENTINELS[:1])\n"
-        + POLLS,
+        REARMS + POLLS,
         PUBLISHES,
+        moved=(REARMS,),
     ),
     boundary(
-        "a lane re-arms fragments that its neighbours have yet to read",
-        POLLS,
-        POLLS + "            for index, share in batch:\n"
-        "                ptx.store_fragment_if(\n"
-        "                    self.present(call, index, share),\n"
-        "                    slots + share.arms_in_slots + index * ROW_BYTES,\n"
-        "                    SENTINELS,\n"
-        "                )\n",
+        "a lane re-arms words that its neighbour has yet to read",
+        REARM,
+        REARM.replace("place", "place ^ 4"),
         PUBLISHES,
     ),
     step(
@@ -317,10 +309,14 @@ PROTOCOL = [
     ),
     boundary(
         "a block that has been counted reads the generation again",
-        SLOT,
-        "            again = ptx.load_int_relaxed(state.iterator.toint())\n"
-        + SLOT.replace("slots", "slots + Int64(again - generation) * GENERATION_BYTES"),
+        COUNTS,
+        COUNTS
+        + "        again = ptx.load_int_relaxed(state.iterator.toint()) - generation\n"
+        + indent(dedent(REARMS), " " * 8).replace(
+            "place,", "place + Int64(again) * GENERATION_BYTES,"
+        ),
         BOUNDARIES,
+        moved=(REARMS,),
         seed=9,
     ),
     boundary(
@@ -442,6 +438,16 @@ MAPS = [
         "columns of the new streams are swapped",
         "own_words=words,",
         "own_words=streams + (word ^ 1) * 4,",
+    ),
+    boundary(
+        "columns of the returned streams are swapped",
+        "call.first * TOKEN_BYTES + (column + word * 4)",
+        "call.first * TOKEN_BYTES + (column + (word ^ 1) * 4)",
+    ),
+    boundary(
+        "streams are returned in reverse",
+        "(index * TOKEN_BYTES + j * ROW_BYTES)",
+        "(index * TOKEN_BYTES + (HC - 1 - j) * ROW_BYTES)",
     ),
     boundary(
         "columns of the norm's weight are swapped",
@@ -864,12 +870,31 @@ EIGHT_LANES = [
         "            cute.arch.sync_warp()\n            for new, (index, share)",
         "            for new, (index, share)",
     ),
+    boundary(
+        "a lane re-arms words that its neighbour has yet to read",
+        POLLS,
+        POLLS + REARMS,
+        moved=(REARMS,),
+    ),
+]
+EIGHT_PROTOCOL = [
+    boundary(
+        "both lanes of a word publish it",
+        "present = (cute.arch.lane_idx() % WORD_LANES == 0) & present\n"
+        "            for mailbox",
+        "for mailbox",
+    ),
 ]
 EIGHT = [
     boundary(
         "a lane stores its streams where its neighbour's belong",
         "own_words=words + stream % WORD_LANES * ",
         "own_words=words + (stream + 1) % WORD_LANES * ",
+    ),
+    boundary(
+        "a lane returns its streams where its neighbour's belong",
+        "stream % WORD_LANES * (LANE_STREAMS * ROW_BYTES)",
+        "(stream + 1) % WORD_LANES * (LANE_STREAMS * ROW_BYTES)",
     ),
     boundary(
         "both lanes of a word mix the first streams",
@@ -908,7 +933,7 @@ EIGHT = [
 SETS = {
     "narrow": [*PROTOCOL, *MAPS, *NUMERICS, *BARRIERS, *LANES],
     "tail": TAIL,
-    "eight_streams": [*EIGHT, *EIGHT_LANES],
+    "eight_streams": [*EIGHT_PROTOCOL, *EIGHT, *EIGHT_LANES],
 }
 MUTANTS = [(name, mutant) for name, mutants in SETS.items() for mutant in mutants]
 
@@ -943,7 +968,9 @@ def cases(mutant: Mutant, plan: Plan) -> list[Case]:
     if mutant.kernels[-1].endswith("multicast"):
         seeds += stress_cases(plan, "multicast", 0, SEEDS)
     seeds = seeds[mutant.seed :] + seeds[: mutant.seed]
-    return seeds if mutant in PROTOCOL else hard_cases(mutant) + seeds
+    if mutant in (*PROTOCOL, *EIGHT_PROTOCOL):
+        return seeds
+    return hard_cases(mutant) + seeds
 
 
 @pytest.mark.parametrize("name", SETS)

@@ -47,18 +47,11 @@ MUTANTS = {
             "ptx.load_constant(place)",
         ),
         Mutant(
-            "of a lane's ranks, only the first is re-armed",
+            "of a lane's words, only the first is re-armed",
             BOUNDARY,
             "boundary.py",
-            "cutlass.range_constexpr(ARMS)",
-            "cutlass.range_constexpr(1)",
-        ),
-        Mutant(
-            "lanes re-arm each other's ranks",
-            BOUNDARY,
-            "boundary.py",
-            "stream % SOURCES * (ARMS * SLOT_BYTES)",
-            "stream % SOURCES * SLOT_BYTES",
+            "[SENTINEL_PAIR] * LANE_WORDS",
+            "[SENTINEL_PAIR]",
         ),
         Mutant(
             "of a lane's words, only the first is stored",
