@@ -497,7 +497,7 @@ def test_the_tables_of_the_readme_are_those_of_the_results(repository: Path) -> 
         timeout=60,
     )
     text = (repository / "README.md").read_text()
-    assert text.count("[JSON](benchmarks/results/") == 2
+    assert text.count("[JSON](benchmarks/results/") == 3
 
 
 def test_the_columns_name_what_a_plan_has(glm53_plan: Plan) -> None:
