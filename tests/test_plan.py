@@ -127,26 +127,27 @@ def test_words_and_streams_of_a_lane(
 
 def test_dispatch_of_the_flagship(glm53_plan: Plan) -> None:
     target = glm53_plan.target("sm_90a")
-    wanted = {1: 1, 9: 1, 10: 2, 20: 2, 21: 3, 40: 4, 64: 5, 76: 7, 106: 8, 121: 9}
-    wanted |= {136: 10, 151: 16}
-    for tokens, group in (wanted | {240: 16, 241: 16}).items():
+    wanted = {1: 1, 9: 1, 10: 2, 20: 2, 21: 3, 40: 4, 64: 5, 76: 7, 106: 8, 121: 10}
+    for tokens, group in (wanted | {150: 10, 151: 9, 256: 9}).items():
         row = target.token_group(tokens)
-        assert row.group == group
-        *publishes, boundary, mixes = target.launches(tokens)
-        if tokens > 240:
-            assert row.launches == 2
-            (publish,) = publishes
-            assert publish.grid == (4, tokens, 1)
-            assert boundary.kernel == "boundary_16"
-        else:
-            assert row.launches == 1
-            assert publishes == []
-            assert boundary.kernel == f"boundary_{group}_multicast"
+        assert (row.group, row.launches) == (group, 1)
+        assert row.blocks == (2 if tokens > 150 else 1)
+        boundary, mixes = target.launches(tokens)
+        assert boundary.kernel == f"boundary_{group}_multicast"
         assert boundary.grid == (8, -(-tokens // group), 1)
         assert boundary.block == target.threads
         assert mixes.grid == (-(-tokens // 32), 1, 1)
     with pytest.raises(ValueError, match="257 tokens exceed the capacity of 256"):
         target.token_group(257)
+
+
+def test_what_exceeds_a_wave_takes_two_launches() -> None:
+    target = plan_of().target("sm_90a")
+    assert target.token_group(240) is not target.token_group(241)
+    assert [target.token_group(tokens).launches for tokens in (240, 241)] == [1, 2]
+    publish, boundary, _ = target.launches(241)
+    assert publish.grid == (4, 241, 1)
+    assert (boundary.kernel, boundary.grid) == ("boundary_16", (8, 16, 1))
 
 
 def test_mixes_in_the_tail_have_no_launch() -> None:
@@ -212,13 +213,12 @@ def test_fragments_at_once() -> None:
         turns = -(-group // at_once)
         assert turns == -(-group // 5)
         assert turns * at_once - group < turns  # none less is needed in each
-    # Each takes the lane's words of all ranks.
-    for fields, words in (({}, 4), ({"tp": 16}, 16), ({"tp": 16, "hc": 1}, 64)):
-        shape = plan_of(**fields)
-        least = boundary_registers(shape)
-        assert fragments_at_once(shape, 8, least) == 1
-        assert fragments_at_once(shape, 8, least + words - 1) == 1
-        assert fragments_at_once(shape, 8, least + words) == 2
+    # Each takes the lane's words of all ranks, and their places.
+    shape = plan_of(tp=16, hc=1)
+    two = boundary_registers(shape, 2)
+    assert two - boundary_registers(shape, 1) > 16 * 4
+    assert fragments_at_once(shape, 8, two - 1) == 1
+    assert fragments_at_once(shape, 8, two) == 2
     # With trips, a token has several fragments.
     trips = plan_of(hidden=16384)
     assert trips.trips == 2
@@ -275,7 +275,7 @@ def test_fn_that_cannot_be_split_so(
 
 def test_fn_that_registers_cannot_hold_is_not_split() -> None:
     rows = [{"max_tokens": 256, "group": 1, "fn_octets": 2}]
-    with pytest.raises(PlanError, match=r"about 168 with fn") as caught:
+    with pytest.raises(PlanError, match=r"about 164 with fn") as caught:
         plan_of(hidden=7168, token_groups=rows, cluster_size=8)
     (problem,) = caught.value.problems
     assert problem.allowed == ", ".join(map(str, range(10, 17)))
