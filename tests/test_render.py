@@ -211,7 +211,7 @@ def test_manifest(any_plan: Plan, tmp_path: Path) -> None:
             row = rows[target.plan.boundary_name(token_group.group)]
             assert row.cluster == target.cluster_size
             assert row.threads == target.launched_threads
-            assert row.shared_bytes == target.shared_bytes(token_group.group)
+            assert row.shared_bytes == token_group.shared_bytes
             assert row.token_group == token_group.group
             for transport in any_plan.transports:
                 name = any_plan.boundary_name(token_group.group, transport)

@@ -84,7 +84,8 @@ MUTANTS = {
     "mbarriers that peers need not see": (PUBLISHES, unfenced),
     "no wait for the copies": (CONSUMES, opcode("cp.async.wait_all")),
     "rows taken before they arrive": (CONSUMES, opcode("setp.eq.b64", "setp.ge.u64")),
-    "slots not armed again": (CONSUMES, opcode("st.global.v4.b32", nth=1)),
+    # The stores before it are of the four streams of a token.
+    "slots not armed again": (CONSUMES, opcode("st.global.b32", nth=5)),
     "minus zero not replaced": ("publish.*", opcode("xor.b32", "or.b32")),
     "minus zero not replaced in one launch": (PUBLISHES, opcode("xor.b32", "or.b32")),
     "no wait in one launch": (PUBLISHES, opcode("griddepcontrol.wait")),
