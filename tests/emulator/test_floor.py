@@ -17,33 +17,47 @@ from mhcgen.emulator.package import (
     marshalled,
 )
 from mhcgen.emulator.ptx import read_kernel
-from mhcgen.plan import Plan
+from mhcgen.plan import Plan, make_plan
 from mhcgen.render import render
 from mhcgen.runtime.compiler import compile_kernel
 from mhcgen.runtime.loader import import_package
+from mhcgen.spec import Spec
 from mhcgen.verify.on_cpu import as_numpy, as_torch
 
 ARCH = "sm_90a"
 
 
-@pytest.fixture(scope="module", params=["unicast", "multicast"])
+def with_hidden(plan: Plan, hidden: int) -> Plan:
+    """The plan of the same spec with rows of another width."""
+    data = plan.spec.model_dump(mode="json")
+    data["model"]["hidden"] = hidden
+    data["targets"] = {ARCH: {}}
+    return make_plan(Spec.model_validate(data))
+
+
+# Of 72 columns, most threads have none.
+@pytest.fixture(
+    scope="module", params=[("unicast", 512), ("multicast", 512), ("unicast", 72)]
+)
 def floored(
     request: Any, narrow_plan: Plan, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[EmulatedPackage, str]:
     """A package of the floor kernel alone, and its transport."""
-    folder = tmp_path_factory.mktemp("floor") / f"narrow_{request.param}"
+    transport, hidden = request.param
+    plan = with_hidden(narrow_plan, hidden)
+    folder = tmp_path_factory.mktemp("floor") / f"narrow_{transport}_{hidden}"
     folder.mkdir()
-    write_files(folder, render(narrow_plan, formatting=False))
+    write_files(folder, render(plan, formatting=False))
     name = import_package(folder)
-    kernel = floor.Floor(name, request.param == "multicast")
+    kernel = floor.Floor(name, transport == "multicast")
     dump = tmp_path_factory.mktemp("ptx")
     compile_kernel(kernel, "floor", ARCH, f"--keep-ptx --dump-dir {dump}")
     (ptx,) = dump.glob("*.ptx")
     code = host_code(Path(floor.__file__).read_text())
     package = EmulatedPackage(
-        narrow_plan, ARCH, {"floor": Program.of(read_kernel(ptx))}, {"floor": code}
+        plan, ARCH, {"floor": Program.of(read_kernel(ptx))}, {"floor": code}
     )
-    return package, request.param
+    return package, transport
 
 
 @pytest.mark.parametrize("seed", range(3))
