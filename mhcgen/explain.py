@@ -287,7 +287,6 @@ def _mailbox(plan: Plan) -> Section:
 
 def _target(target: TargetPlan, tokens: int | None) -> Section:
     plan = target.plan
-    distinct_groups = {row.group: row for row in target.token_groups}.values()
     tables = [
         Table("kernels", [asdict(row) for row in kernel_rows(target)]),
         Table("dispatch", _dispatch(target)),
@@ -356,12 +355,12 @@ def _target(target: TargetPlan, tokens: int | None) -> Section:
             ),
             Fact("token_groups", target.groups, target.groups_reason),
             *(
-                Fact(f"at_once_group_{row.group}", row.at_once, _at_once(target, row))
-                for row in distinct_groups
+                Fact(f"at_once_group_{row.kernel}", row.at_once, _at_once(target, row))
+                for row in target.forms
             ),
             *(
-                Fact(f"fn_octets_group_{row.group}", row.fn_octets, _octets(plan, row))
-                for row in distinct_groups
+                Fact(f"fn_octets_group_{row.kernel}", row.fn_octets, _octets(plan, row))
+                for row in target.forms
                 if plan.splits_fn
             ),
             Fact(
@@ -371,11 +370,11 @@ def _target(target: TargetPlan, tokens: int | None) -> Section:
             ),
             *(
                 Fact(
-                    f"shared_bytes_group_{row.group}",
+                    f"shared_bytes_group_{row.kernel}",
                     row.shared_bytes,
                     _shared(target, row),
                 )
-                for row in distinct_groups
+                for row in target.forms
             ),
         ],
         tables,
@@ -425,8 +424,8 @@ def _shared(target: TargetPlan, row: TokenGroup) -> str:
 def _boundaries(plan: Plan, row: TokenGroup) -> list[str]:
     """The boundary kernels of a dispatch row, one a transport if it publishes."""
     if row.launches == 1:
-        return [plan.boundary_name(row.group, name) for name in plan.transports]
-    return [plan.boundary_name(row.group)]
+        return [plan.boundary_name(row.kernel, name) for name in plan.transports]
+    return [plan.boundary_name(row.kernel)]
 
 
 def _dispatch(target: TargetPlan) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ these numbers, and what hardware cannot do is refused here, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -45,7 +45,7 @@ RESERVED_SHARED_BYTES = 1024  # of a block, by the driver
 BOUND_SAVES = 16
 FEWEST_TOKENS = 4  # tokens a cluster that fn must leave room for in shared memory
 TRIPS = (1, 2, 4, 8, 16, 32)  # what the plan picks from
-TOKEN_GROUPS = (1, 2, 3, 4, 5, 7, 8, 9, 10, 16)  # what the plan picks from
+TOKEN_GROUPS = (1, 2, 3, 4, 5, 7, 8, 9, 10, 16, 20, 24)  # what the plan picks from
 MAY_SPILL = 64  # bytes of a thread, where no promise is made
 MANY_WORDS = 16  # of one token from all ranks, which take many registers
 FEW_REGISTERS = 128  # of a thread, where blocks have more than 384
@@ -102,6 +102,7 @@ class TokenGroup:
         at_once: Fragments that a thread takes at once, of all those of its tokens.
         shared_bytes: Shared memory of a block.
         fn_octets: Octets of fn's rows that threads keep in registers.
+        split: Whether they could keep more, and the rest is in shared memory.
         blocks: Blocks that share a multiprocessor.
         launches: 1 where the boundary publishes itself, 2 where a launch before it
             does, or where there is nothing to publish.
@@ -113,9 +114,15 @@ class TokenGroup:
     at_once: int
     shared_bytes: int
     fn_octets: int
+    split: bool
     blocks: int
     launches: int
     finalizes: bool
+
+    @property
+    def kernel(self) -> str:
+        """What its boundary kernels are named by; rows may share them."""
+        return f"{self.group}_split" if self.split else f"{self.group}"
 
 
 @dataclass(frozen=True)
@@ -312,33 +319,26 @@ class TargetPlan:
             for row in self.token_groups
         )
 
-    def row_of(self, group: int) -> TokenGroup:
-        """The first dispatch row of a token group; StopIteration if there is none."""
-        return next(row for row in self.token_groups if row.group == group)
-
     @property
     def groups(self) -> tuple[int, ...]:
         """The distinct token groups, rising."""
         return tuple(sorted({row.group for row in self.token_groups}))
 
     @property
-    def finalizing_groups(self) -> tuple[int, ...]:
-        """The distinct token groups of boundaries that close routed sums, rising."""
-        return tuple(sorted({row.group for row in self.token_groups if row.finalizes}))
+    def forms(self) -> tuple[TokenGroup, ...]:
+        """A dispatch row for each boundary kernel, by rising token group."""
+        return distinct(self.token_groups)
 
     @property
-    def publishing_groups(self) -> tuple[int, ...]:
-        """The distinct token groups of boundaries that publish themselves, rising."""
+    def finalizing(self) -> tuple[TokenGroup, ...]:
+        """As ``forms``, of the boundaries that close routed sums."""
+        return distinct(row for row in self.token_groups if row.finalizes)
+
+    @property
+    def publishing(self) -> tuple[TokenGroup, ...]:
+        """As ``forms``, of the boundaries that publish themselves."""
         rows = self.token_groups if self.plan.tp > 1 else ()
-        return tuple(sorted({row.group for row in rows if row.launches == 1}))
-
-    def order_of_sums(self, row: TokenGroup) -> object:
-        """What decides in which order the sums of a token are added.
-
-        With one order for all rows of the dispatch table, a token's bits depend neither
-        on M nor on its place nor on its token group.
-        """
-        return self.cluster_size, self.warps, self.plan.trips, self.plan.projection
+        return distinct(row for row in rows if row.launches == 1)
 
     def wave(self, blocks: int = 1) -> int:
         """Clusters that run at once, ``blocks`` blocks a multiprocessor."""
@@ -378,7 +378,7 @@ class TargetPlan:
         """
         row = self.token_group(tokens)
         return Launch(
-            self.plan.boundary_name(row.group, publishes),
+            self.plan.boundary_name(row.kernel, publishes),
             (self.cluster_size, -(-tokens // row.group), 1),
             self.launched_threads,
             self.cluster_size,
@@ -676,9 +676,9 @@ class Plan:
         """Whether some mixes have a launch of their own; an entry's always have."""
         return not self.tail or self.spec.ends.entry
 
-    def boundary_name(self, group: int, publishes: str | None = None) -> str:
-        """The name of the boundary kernel that takes ``group`` tokens a cluster."""
-        return f"boundary_{group}_{publishes}" if publishes else f"boundary_{group}"
+    def boundary_name(self, kernel: str, publishes: str | None = None) -> str:
+        """The name of a boundary kernel, given what dispatch rows call it."""
+        return f"boundary_{kernel}_{publishes}" if publishes else f"boundary_{kernel}"
 
     @property
     def token_weights(self) -> int:
@@ -815,11 +815,22 @@ class Plan:
     @cached_property
     def splits_fn(self) -> bool:
         """Whether some boundaries keep a part of fn in registers, and copy the rest."""
-        return any(
-            row.fn_octets < self.held_octets()
-            for target in self.targets
-            for row in target.token_groups
-        )
+        return any(row.split for target in self.targets for row in target.token_groups)
+
+    @property
+    def row_kernel(self) -> str:
+        """The attribute of a package's dispatch rows that names their kernels."""
+        return "kernel" if self.splits_fn else "size"
+
+    @property
+    def few_tokens(self) -> int:
+        """Tokens of a cluster whose pre-mix and norm each lane computes for itself."""
+        return FEW_TOKENS
+
+    @property
+    def mixes_threads(self) -> int:
+        """Threads of a block of the mixes kernel, one a token."""
+        return MIXES_THREADS
 
     @property
     def fn_partial_octet(self) -> bool:
@@ -920,6 +931,14 @@ class Plan:
             if target.arch == arch:
                 return target
         raise KeyError(arch)
+
+
+def distinct(rows: Iterable[TokenGroup]) -> tuple[TokenGroup, ...]:
+    """The first dispatch row of each kernel, by rising token group."""
+    first: dict[tuple[int, bool], TokenGroup] = {}
+    for row in rows:
+        first.setdefault((row.group, row.split), row)
+    return tuple(first[key] for key in sorted(first))
 
 
 def powers_of_two_below(limit: int) -> tuple[int, ...]:
@@ -1088,6 +1107,11 @@ def group_fault(
     """Why a cluster cannot take so many tokens together, or None where it can."""
     plan, name = target.plan, target.arch
     tokens = f"{group} token{'s' * (group > 1)}"
+    if plan.tail and group > WARP * target.cluster_size:
+        return (
+            f"the mixes of a group of {tokens} take more than one lane a token of the "
+            f"warp of each of {target.cluster_size} blocks: mixes is tail"
+        )
     needed = target.shared_bytes(group, fn_octets)
     limit = target.architecture.shared_bytes
     if needed > limit:
@@ -1187,12 +1211,14 @@ def plan_group(
     limit = target.register_limit
     if blocks > 1:
         limit = register_limit(blocks * target.launched_threads) + BOUND_SAVES
+    held = plan.held_octets(fn_octets)
     return TokenGroup(
         max_tokens=max_tokens,
         group=group,
         at_once=fragments_at_once(plan, group, limit, fn_octets),
         shared_bytes=target.shared_bytes(group, fn_octets),
-        fn_octets=plan.held_octets(fn_octets),
+        fn_octets=held,
+        split=held < plan.held_octets(),
         blocks=blocks,
         launches=launches,
         finalizes=plan.finalizes_inside and launches == 1 and group <= FINALIZING_GROUP,
@@ -1260,12 +1286,14 @@ def clusters_at_once(
 ) -> int:
     """Clusters that run together, ``blocks`` blocks a multiprocessor.
 
-    What exceeds a portable cluster takes one of the device's GPCs for itself.
+    What exceeds a portable cluster shares one of the device's GPCs with no other, or
+    with what fits its multiprocessors beside it.
     """
-    blocks_at_once = architecture.cluster_8_capacity * PORTABLE_CLUSTER
-    portable = cluster_size <= PORTABLE_CLUSTER
-    size = cluster_size if portable else architecture.max_cluster
-    return blocks * (blocks_at_once // size)
+    places = architecture.cluster_8_capacity * PORTABLE_CLUSTER
+    if cluster_size <= PORTABLE_CLUSTER:
+        return blocks * (places // cluster_size)
+    gpcs = places // architecture.max_cluster
+    return gpcs * (blocks * architecture.max_cluster // cluster_size)
 
 
 def target_problems(
@@ -1328,37 +1356,28 @@ def target_problems(
                     allowed=f"at most {fits} at cluster size {planned.cluster_size}",
                 )
             )
-    orders = {planned.order_of_sums(row) for row in planned.token_groups}
-    if plan.spec.batch_invariant and len(orders) > 1:
-        problems.append(
-            Problem(
-                ("batch_invariant",),
-                f"on {architecture.name}, token groups add their sums in {len(orders)} "
-                "orders, and bits would depend on M",
-                given="true",
-                allowed="false",
-                hint="or give all token groups of the target one shape",
-            )
-        )
     return problems
 
 
 def fn_octets_problems(plan: Plan, name: str, target: Target) -> list[Problem]:
     """Faults of what a target says about fn's place."""
     problems = []
-    seen: dict[int, int | None] = {}
+    seen: dict[int, int] = {}
     for index, row in enumerate(target.token_groups or ()):
         fault, allowed = None, f"a whole number from 0 to {plan.fn_octets}"
-        before = seen.setdefault(row.group, row.fn_octets)
+        octets = plan.fn_octets if row.fn_octets is None else row.fn_octets
+        before = octets
+        if octets < plan.fn_octets:
+            before = seen.setdefault(row.group, octets)
         if row.fn_octets is not None and plan.projection == "fma":
             fault, allowed = "a projection by FMA keeps fn in one place", "null"
         elif (row.fn_octets or 0) > plan.fn_octets:
             fault = f"fn has {plan.fn_octets} octets of rows, of {plan.mix} rows"
-        elif before != row.fn_octets:
-            allowed = "null" if before is None else str(before)
+        elif before != octets:
+            allowed = f"{before}, null"
             fault = (
-                f"another row of groups of {row.group} says otherwise, and they share "
-                "their kernels"
+                f"another row of groups of {row.group} splits fn otherwise, and they "
+                "share their kernels"
             )
         if fault is not None:
             loc = ("targets", name, "token_groups", index, "fn_octets")

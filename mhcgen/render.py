@@ -188,15 +188,20 @@ def kernel_rows(target: TargetPlan) -> tuple[KernelRow, ...]:
                 names.append(f"finalize_{dtype}{suffix}_{transport}")
         rows += [KernelRow(name, 1, plan.publish_threads, 0) for name in names]
     size, threads = target.cluster_size, target.launched_threads
-    boundaries = [(plan.boundary_name(group), group) for group in target.groups]
+    boundaries = [(plan.boundary_name(row.kernel), row) for row in target.forms]
     boundaries += [
-        (plan.boundary_name(group, transport), group)
-        for group in target.publishing_groups
+        (plan.boundary_name(row.kernel, transport), row)
+        for row in target.publishing
         for transport in plan.transports
     ]
     boundaries += [
-        (f"boundary_{group}_finalize_{dtype}{'_shared' * shared}_{transport}", group)
-        for group in target.finalizing_groups
+        (
+            plan.boundary_name(
+                row.kernel, f"finalize_{dtype}{'_shared' * shared}_{transport}"
+            ),
+            row,
+        )
+        for row in target.finalizing
         for transport in plan.transports
         for dtype in (moe.weight_dtypes if moe else ())
         for shared in plan.shared_expert
@@ -206,11 +211,11 @@ def kernel_rows(target: TargetPlan) -> tuple[KernelRow, ...]:
             name,
             size,
             threads,
-            target.row_of(group).shared_bytes,
-            group,
+            row.shared_bytes,
+            row.group,
             target.may_spill,
         )
-        for name, group in boundaries
+        for name, row in boundaries
     ]
     if plan.has_mixes_kernel:
         rows.append(KernelRow("mixes", 1, MIXES_THREADS, 0))

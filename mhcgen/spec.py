@@ -370,8 +370,9 @@ class Spec(Section):
     batch_invariant: Annotated[
         bool,
         Field(
-            description="A token's bits do not depend on M, on its place in the call "
-            "or on its token group."
+            description="A token's bits are not to depend on M, on its place in the "
+            "call or on its token group. They do not in any package: all token groups "
+            "of a target add in one order."
         ),
     ] = False
     mixes: Annotated[

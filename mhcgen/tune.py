@@ -51,6 +51,11 @@ class Candidate:
         """Blocks that share a multiprocessor."""
         return 2 if self.shared_octets else 1
 
+    @property
+    def kernel(self) -> int | str:
+        """What a package that splits fn names its kernels by."""
+        return f"{self.group}_split" if self.shared_octets else self.group
+
     def fn_octets(self, plan: Plan) -> int | None:
         """What a dispatch row of a spec says of fn; None for the plan's own choice."""
         if not self.shared_octets:
@@ -134,6 +139,7 @@ class Tuned:
                 "max_tokens": row.max_tokens,
                 "group": row.group,
                 "fn_octets": row.candidate(size).fn_octets(self.plan),
+                "launches": 2 if wants_two_launches(self.plan, self.arch) else None,
             }
             for row in self.choice.token_groups
         ]
@@ -221,6 +227,15 @@ def tokens_to_try(plan: Plan, architecture: Architecture) -> list[int]:
     }
     sizes = {*FEW, *ends, plan.capacity}
     return sorted(m for m in sizes if m <= plan.capacity)
+
+
+def wants_two_launches(plan: Plan, arch: str) -> bool:
+    """Whether the spec keeps boundaries of an architecture from publishing themselves.
+
+    It does so for a GPU that is shared: what is measured and written then is that form.
+    """
+    target = next(t for name, t in plan.spec.targets.items() if name == arch)
+    return any(row.launches == 2 for row in target.token_groups or ())
 
 
 def own_candidate(plan: Plan, arch: str, m: int) -> Candidate:
@@ -328,7 +343,7 @@ def _mean(times: Iterable[float]) -> float:
 def _with_cluster(size: int, trials: Sequence[Trial], capacity: int) -> Choice:
     """The best table of one cluster size: at each M its best group, or a tied one."""
     own = [trial for trial in trials if trial.candidate.cluster_size == size]
-    kept = _one_a_group([trial for trial in own if trial.measured is not None])
+    kept = [trial for trial in own if trial.measured is not None]
     rows: list[Row] = []
     times: dict[int, float] = {}
     one_wave = False
@@ -351,30 +366,6 @@ def _with_cluster(size: int, trials: Sequence[Trial], capacity: int) -> Choice:
     if rows:
         rows[-1] = rows[-1]._replace(max_tokens=capacity)
     return Choice(size, tuple(rows), times)
-
-
-def _one_a_group(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials without those of a group's slower form.
-
-    Rows of one group share their kernels, so they keep fn in one way. Forms are
-    compared at the M at which all of a group's were measured.
-    """
-    kept: list[Trial] = []
-    for group in sorted({trial.candidate.group for trial in trials}):
-        forms: dict[Candidate, dict[int, float]] = {}
-        for trial in trials:
-            if trial.candidate.group == group:
-                forms.setdefault(trial.candidate, {})[trial.m] = _time(trial)
-        common = set.intersection(*[set(times) for times in forms.values()])
-        best = min(
-            forms,
-            key=lambda form: (
-                _mean([forms[form][m] for m in common]) if common else 0.0,
-                form,
-            ),
-        )
-        kept += [trial for trial in trials if trial.candidate == best]
-    return kept
 
 
 def _time(trial: Trial) -> float:

@@ -44,6 +44,10 @@ SHAPE = SimpleNamespace(
     NORM_EPS=1e-5,
     POST_MULT=2.0,
     SINKHORN_ITERS=20,
+    FN_WEIGHT="bf16",
+    NORM_WEIGHT="plain",
+    PRE_MIX="fresh",
+    STREAM_MEAN=False,
 )
 
 
@@ -196,7 +200,16 @@ def test_traffic_by_hand() -> None:
     unicast = boundary_traffic(constants(), "unicast", 1)
     assert unicast == Traffic(expected, 3 * row)
     assert boundary_traffic(constants(), "multicast", 1) == Traffic(expected, row)
-    assert boundary_traffic(constants(TP=1), "unicast", 3).link == 0
+    alone = boundary_traffic(constants(TP=1), "local", 1)
+    assert alone == Traffic(expected - mailbox, 0)
+    wide = boundary_traffic(
+        constants(FN_WEIGHT="fp32", NORM_WEIGHT="none"), "unicast", 1
+    )
+    assert wide.local == expected + fn - row
+    more = boundary_traffic(
+        constants(PRE_MIX="delayed", STREAM_MEAN=True), "unicast", 1
+    )
+    assert more.local == expected + 4 * 4 + row
     two = boundary_traffic(constants(), "unicast", 2)
     assert two.local == 2 * expected - fn - row
     assert two.link == 6 * row

@@ -288,7 +288,7 @@ def test_explain_shows_derivations(run: Run, glm53_plan: Plan) -> None:
         in lines
     )
     assert (
-        "1 to 9 boundary_1_multicast, boundary_1_unicast 1 1 to 9 1 yes all clusters "
+        "1 to 8 boundary_1_multicast, boundary_1_unicast 1 1 to 8 1 yes all clusters "
         "run at once: the boundary publishes itself" in lines
     )
     assert (
@@ -296,8 +296,8 @@ def test_explain_shows_derivations(run: Run, glm53_plan: Plan) -> None:
         "clusters run at once: the boundary publishes itself" in lines
     )
     assert (
-        "151 to 256 boundary_9_multicast, boundary_9_unicast 9 17 to 29 1 no all "
-        "clusters run at once: the boundary publishes itself" in lines
+        "211 to 256 boundary_9_split_multicast, boundary_9_split_unicast 9 24 to 29 1 "
+        "no all clusters run at once: the boundary publishes itself" in lines
     )
     assert "sm_100a" not in result.out.replace("from sm_100 on", "")
 

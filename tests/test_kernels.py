@@ -151,24 +151,25 @@ def test_shared_memory_is_what_the_plan_says(
     )
     target = chosen.target("sm_90a")
     # In one each lane computes pre-mixes and norms, in the other a thread for all.
-    groups = [min(target.groups), *(g for g in target.groups if FEW_TOKENS < g < 16)]
-    assert {group > FEW_TOKENS for group in groups} == {False, True}
+    rows = [row for row in target.forms if row.group in (1, *range(FEW_TOKENS + 1, 16))]
+    assert {row.group > FEW_TOKENS for row in rows} == {False, True}
+    names = [chosen.boundary_name(row.kernel) for row in rows]
     write_files(tmp_path / chosen.name, render(chosen))
     run = subprocess.run(
-        [sys.executable, "-c", script, chosen.name, *map(chosen.boundary_name, groups)],
+        [sys.executable, "-c", script, chosen.name, *names],
         capture_output=True,
         text=True,
         check=True,
         cwd=tmp_path,
     )
     modules = json.loads(run.stdout.splitlines()[-1])
-    for group in groups:
-        planned = target.row_of(group).shared_bytes
-        text = modules[chosen.boundary_name(group)]
+    for name, row in zip(names, rows, strict=True):
+        planned = row.shared_bytes
+        text = modules[name]
         asked = {
             int(number) for number in re.findall(r"constant\((\d+) : i\d+\)", text)
         }
-        assert asked & set(range(planned - 15, planned + 1)), group
+        assert asked & set(range(planned - 15, planned + 1)), name
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -238,10 +239,10 @@ def test_polls_are_volatile_and_of_all_ranks(
     for name in expected_names():
         if "boundary" in name:
             ptx = compiled.ptx(name, arch)
-            row = plan.target(arch).row_of(int(name.split("_")[1]))
+            group = int(name.split("_")[1])
             loads = re.findall(r"ld\.volatile\.global\S*", ptx)
             assert set(loads) == {"ld.volatile.global.b32"}, name
-            assert len(loads) == 2 * row.group * plan.tp, name
+            assert len(loads) == 2 * group * plan.tp, name
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -18,6 +18,7 @@ from mhcgen.runtime.arguments import BoundaryInput, ExitInput
 from mhcgen.runtime.dtypes import DTYPES
 from mhcgen.runtime.host import FusedBoundary
 from mhcgen.runtime.launcher import Launcher
+from mhcgen.runtime.occupancy import kernel_of
 from mhcgen.runtime.warm_up import warm_up_together, zeros_of
 from tests.stand_ins import machine_in, mailbox_of
 from tests.variants import FP16, FP32, MEANS, VARIANTS, variant
@@ -104,7 +105,7 @@ def test_kernels_are_given_what_they_are_compiled_for(
         for name, kernel in kernels.kernels(arch, (box.transport,)).items()
     }
     rows = constants.TARGETS[arch].token_groups
-    room = {row.size: ROOM for row in rows if getattr(row, "launches", 2) == 1}
+    room = {kernel_of(row): ROOM for row in rows if getattr(row, "launches", 2) == 1}
     launcher = Launcher(constants, kernels, compiled, arch, box, room)
 
     machine = machine_in(monkeypatch)
@@ -150,6 +151,6 @@ def test_kernels_are_given_what_they_are_compiled_for(
         fused._side.pending = None
     launched = set(log)
     mixes = {"mixes"} if plan.has_mixes_kernel else set()
-    assert {f"boundary_{row.size}" for row in rows} | mixes <= launched
+    assert {f"boundary_{kernel_of(row)}" for row in rows} | mixes <= launched
     assert {f"boundary_{size}_{box.transport}" for size in room} <= launched
     assert box.transport == mailbox.LOCAL or fused.launches(1) == rows[0].launches

@@ -127,13 +127,15 @@ def test_words_and_streams_of_a_lane(
 
 def test_dispatch_of_the_flagship(glm53_plan: Plan) -> None:
     target = glm53_plan.target("sm_90a")
-    wanted = {1: 1, 9: 1, 10: 2, 20: 2, 21: 3, 40: 4, 64: 5, 76: 7, 106: 8, 121: 10}
-    for tokens, group in (wanted | {150: 10, 151: 9, 256: 9}).items():
+    wanted = {1: 1, 8: 1, 9: 2, 18: 2, 19: 3, 40: 4, 64: 5, 76: 7, 106: 8, 121: 10}
+    for tokens, group in (wanted | {131: 5, 150: 5, 210: 7, 211: 9, 256: 9}).items():
         row = target.token_group(tokens)
         assert (row.group, row.launches) == (group, 1)
-        assert row.blocks == (2 if tokens > 150 else 1)
+        assert row.split == (tokens > 130)
+        assert row.blocks == (2 if row.split else 1)
         boundary, mixes = target.launches(tokens)
-        assert boundary.kernel == f"boundary_{group}_multicast"
+        split = "_split" * row.split
+        assert boundary.kernel == f"boundary_{group}{split}_multicast"
         assert boundary.grid == (8, -(-tokens // group), 1)
         assert boundary.block == target.threads
         assert mixes.grid == (-(-tokens // 32), 1, 1)
@@ -142,12 +144,12 @@ def test_dispatch_of_the_flagship(glm53_plan: Plan) -> None:
 
 
 def test_what_exceeds_a_wave_takes_two_launches() -> None:
-    target = plan_of().target("sm_90a")
-    assert target.token_group(240) is not target.token_group(241)
-    assert [target.token_group(tokens).launches for tokens in (240, 241)] == [1, 2]
-    publish, boundary, _ = target.launches(241)
-    assert publish.grid == (4, 241, 1)
-    assert (boundary.kernel, boundary.grid) == ("boundary_16", (8, 16, 1))
+    target = plan_of(capacity=512).target("sm_90a")
+    assert target.token_group(360) is not target.token_group(361)
+    assert [target.token_group(tokens).launches for tokens in (360, 361)] == [1, 2]
+    publish, boundary, _ = target.launches(361)
+    assert publish.grid == (4, 361, 1)
+    assert (boundary.kernel, boundary.grid) == ("boundary_24", (8, 16, 1))
 
 
 def test_mixes_in_the_tail_have_no_launch() -> None:
@@ -167,7 +169,7 @@ def test_launches_that_a_spec_asks_for() -> None:
     target = plan_of(token_groups=groups).target("sm_90a")
     assert [row.launches for row in target.token_groups] == [2, 1, 1, 2]
     assert target.groups == (1, 2, 4, 16)
-    assert target.publishing_groups == (2, 4)
+    assert [row.group for row in target.publishing] == [2, 4]
     assert [launch.kernel for launch in target.launches(15)][:2] == [
         "publish",
         "boundary_1",
@@ -230,21 +232,25 @@ def test_fn_may_be_split_so_that_two_blocks_share_a_multiprocessor() -> None:
         {"max_tokens": 15, "group": 1},
         {"max_tokens": 60, "group": 2, "fn_octets": 2},
         {"max_tokens": 90, "group": 3, "fn_octets": 0},
+        {"max_tokens": 120, "group": 9},
         {"max_tokens": 256, "group": 9, "fn_octets": 2},
     ]
     plan = plan_of(token_groups=groups)
     target = plan.target("sm_90a")
     assert plan.splits_fn
-    assert [row.fn_octets for row in target.token_groups] == [3, 2, 0, 2]
+    assert [row.fn_octets for row in target.token_groups] == [3, 2, 0, 3, 2]
     # Three tokens and all of fn are too much for two blocks.
-    assert [row.blocks for row in target.token_groups] == [1, 2, 1, 2]
-    assert [row.launches for row in target.token_groups] == [1, 1, 2, 1]
+    assert [row.blocks for row in target.token_groups] == [1, 2, 1, 1, 2]
+    assert [row.launches for row in target.token_groups] == [1, 1, 2, 1, 1]
+    kernels = ["1", "2_split", "3_split", "9", "9_split"]
+    assert [row.kernel for row in target.forms] == kernels
+    assert [row.kernel for row in target.publishing] == ["1", "2_split", "9", "9_split"]
     whole = 8 * WARP * 24 * FRAGMENT_BYTES
     assert [target.fn_bytes(held) for held in (3, 2, 0)] == [0, whole // 3, whole]
     for row in target.token_groups:
         rest = target.shared_bytes(row.group) + target.fn_bytes(row.fn_octets)
         assert row.shared_bytes == rest
-    two = target.row_of(2)
+    two = target.token_groups[1]
     assert 2 * (two.shared_bytes + 1024) <= 228 * 1024
     assert boundary_registers(plan, 1, 2) == boundary_registers(plan) - 8 * 4
     assert [shared_octets(target, group) for group in (1, 9, 30)] == [1, 1, None]
@@ -255,7 +261,7 @@ def test_fn_may_be_split_so_that_two_blocks_share_a_multiprocessor() -> None:
     ("fields", "octets", "message"),
     [
         ({}, (4,), "fn has 3 octets of rows, of 24 rows"),
-        ({}, (2, 1), "another row of groups of 1 says otherwise"),
+        ({}, (2, 1), "another row of groups of 1 splits fn otherwise"),
         ({"fn_weight": "fp32"}, (2,), "a projection by FMA keeps fn in one place"),
     ],
 )
@@ -281,17 +287,14 @@ def test_fn_that_registers_cannot_hold_is_not_split() -> None:
     assert problem.allowed == ", ".join(map(str, range(10, 17)))
 
 
-def test_order_of_sums_is_one_for_all_token_groups() -> None:
-    """What batch_invariant promises, on every target and for each projection."""
-    for fields in ({}, {"hidden": 7168}, {"hidden": 16384}, {"fn_weight": "fp32"}):
-        spec = spec_of(**fields).model_copy(update={"batch_invariant": True})
-        target = make_plan(spec).target("sm_90a")
-        assert len(target.groups) > 1
-        orders = {target.order_of_sums(row) for row in target.token_groups}
-        assert len(orders) == 1
-    small, large = (plan_of(cluster_size=size).target("sm_90a") for size in (4, 8))
-    row = small.token_groups[0]
-    assert small.order_of_sums(row) != large.order_of_sums(row)
+def test_the_warp_of_the_mixes_has_a_lane_for_each_token() -> None:
+    rows = [{"max_tokens": 64, "group": 33}]
+    fields: dict[str, Any] = {"token_groups": rows, "cluster_size": 1, "hidden": 64}
+    assert plan_of(capacity=64, **fields)
+    with pytest.raises(PlanError, match="take more than one lane") as caught:
+        plan_of(capacity=64, mixes="tail", **fields)
+    (problem,) = caught.value.problems
+    assert problem.allowed == "at most 32 at cluster size 1"
 
 
 def test_spec_token_groups_are_taken_as_they_are() -> None:
@@ -405,7 +408,7 @@ def test_one_rank_publishes_nothing() -> None:
     names = [launch.kernel for launch in plan.target("sm_90a").launches(3)]
     assert names == ["boundary_1", "mixes"]
     assert {row.launches for row in plan.target("sm_90a").token_groups} == {2}
-    assert plan.target("sm_90a").publishing_groups == ()
+    assert plan.target("sm_90a").publishing == ()
 
 
 def test_all_problems_at_once() -> None:

@@ -208,15 +208,15 @@ def test_manifest(any_plan: Plan, tmp_path: Path) -> None:
         rows = {row.name: row for row in manifest.kernels[target.arch]}
         assert len(rows) == len(manifest.kernels[target.arch])
         for token_group in target.token_groups:
-            row = rows[target.plan.boundary_name(token_group.group)]
+            row = rows[target.plan.boundary_name(token_group.kernel)]
             assert row.cluster == target.cluster_size
             assert row.threads == target.launched_threads
             assert row.shared_bytes == token_group.shared_bytes
             assert row.token_group == token_group.group
             for transport in any_plan.transports:
-                name = any_plan.boundary_name(token_group.group, transport)
-                publishes = token_group.group in target.publishing_groups
-                assert (name in rows) == publishes
+                name = any_plan.boundary_name(token_group.kernel, transport)
+                publishing = [row.kernel for row in target.publishing]
+                assert (name in rows) == (token_group.kernel in publishing)
         assert {f"publish_{t}" for t in any_plan.transports} < set(rows)
         assert any("finalize" in name for name in rows) == bool(any_plan.spec.moe)
 

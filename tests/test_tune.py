@@ -20,7 +20,7 @@ from mhcgen.build import BuildError
 from mhcgen.errors import MhcgenError
 from mhcgen.plan import Plan, TargetPlan, legal_clusters, make_plan
 from mhcgen.render import kernel_rows
-from mhcgen.spec import Target
+from mhcgen.spec import Spec, Target
 from mhcgen.spec_file import load_spec
 from mhcgen.spec_writer import replace_file, with_target
 from mhcgen.tune import (
@@ -108,7 +108,7 @@ def test_candidates_are_what_the_hardware_runs(narrow: Plan, glm53_plan: Plan) -
 
 
 def test_the_ends_of_waves_are_tried(glm53_plan: Plan) -> None:
-    groups = (1, 2, 3, 4, 5, 7, 8, 9, 10, 16)
+    groups = (1, 2, 3, 4, 5, 7, 8, 9, 10, 16, 20, 24)
     # One or two blocks a multiprocessor, clusters of 16 and of eight.
     ends = {size * group for size in (7, 14, 15, 30) for group in groups}
     ends = {end for end in ends if end <= 256}
@@ -263,7 +263,7 @@ def split_trial(m: int, group: int, measured: float) -> Trial:
     return Trial(m, Candidate(8, group, 1), 1, 1.0, measured)
 
 
-def test_a_group_keeps_fn_in_one_way() -> None:
+def test_a_group_may_keep_fn_in_both_ways() -> None:
     trials = [
         *(trial(1, 8, 1, 3.0), split_trial(1, 1, 3.2)),
         *(trial(16, 8, 2, 5.0), split_trial(16, 2, 4.0)),
@@ -271,8 +271,13 @@ def test_a_group_keeps_fn_in_one_way() -> None:
         split_trial(60, 2, 9.0),
     ]
     choice = choose(trials, 64)
-    assert choice.token_groups == (Row(1, 1), Row(64, 2, 1))
-    assert choice.times == {1: 3.0, 16: 4.0, 30: 5.5, 60: 9.0}
+    assert choice.token_groups == (
+        Row(1, 1),
+        Row(16, 2, 1),
+        Row(30, 2),
+        Row(64, 2, 1),
+    )
+    assert choice.times == {1: 3.0, 16: 4.0, 30: 5.0, 60: 9.0}
 
 
 def test_a_row_ends_with_the_wave() -> None:
@@ -386,6 +391,21 @@ def test_what_was_tried_is_shown(
     assert tuned.targets[ARCH].token_groups is not None
 
 
+def test_two_launches_that_a_spec_asks_for_stay(glm53_plan: Plan) -> None:
+    """On a GPU that is shared, one launch could wait for ever."""
+    data = glm53_plan.spec.model_dump(mode="json")
+    rows = data["targets"][ARCH]["token_groups"]
+    for shared in (False, True):
+        for row in rows:
+            row["launches"] = 2 if shared else None
+        plan = make_plan(Spec.model_validate(data))
+        choice = Choice(8, (Row(60, 4), Row(256, 9, 1)), {16: 6.75})
+        target = Tuned(plan, ARCH, "NVIDIA H200", (), choice).targets[ARCH]
+        assert target.token_groups is not None
+        launches = [row.launches for row in target.token_groups]
+        assert launches == [2 if shared else None] * 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -423,8 +443,9 @@ def test_the_command_writes_what_won(
         yield Machine(0, 1, torch.device("cpu"))
 
     def timer(
-        *arguments: object,
+        *arguments: object, publishing: bool
     ) -> Callable[[int, Sequence[Candidate]], Mapping[Candidate, float]]:
+        assert publishing
         return lambda m, wanted: {
             candidate: 1.0 + (candidate.cluster_size != 4) for candidate in wanted
         }

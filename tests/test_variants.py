@@ -13,7 +13,7 @@ from ruff import find_ruff_bin
 from mhcgen.build import write_files
 from mhcgen.compilation import compile_kernels, jobs_of
 from mhcgen.errors import PlanError
-from mhcgen.plan import Plan, TargetPlan, make_plan, shared_octets
+from mhcgen.plan import Plan, make_plan, shared_octets
 from mhcgen.render import kernel_rows, render
 from mhcgen.spec import Spec
 from tests.shapes import SHAPES
@@ -179,16 +179,6 @@ def test_the_projection_that_fits_the_types(
     precision: dict[str, str], projection: str
 ) -> None:
     assert make_plan(spec(precision=precision)).projection == projection
-
-
-def test_batch_invariance_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every token group must add its sums in one order, or the spec is refused."""
-    invariant = spec(batch_invariant=True)
-    assert make_plan(invariant).spec.batch_invariant
-    monkeypatch.setattr(TargetPlan, "order_of_sums", lambda _, row: row.group > 1)
-    make_plan(spec())
-    with pytest.raises(PlanError, match="token groups add their sums in 2 orders"):
-        make_plan(invariant)
 
 
 REAL: tuple[dict[str, Any], ...] = (

@@ -37,6 +37,7 @@ from mhcgen.tune import (
     shapes,
     tokens_to_try,
     trials_at,
+    wants_two_launches,
 )
 
 Value = TypeVar("Value")
@@ -86,6 +87,7 @@ class VariantTimer:
         wanted: Sequence[Candidate],
         temporary: Path,
         advance: Callable[[str], None],
+        publishing: bool = True,
     ) -> None:
         """Compiles a package a cluster size, and one more where fn may be split.
 
@@ -96,8 +98,10 @@ class VariantTimer:
             wanted: All candidates that may be timed.
             temporary: A folder for the packages.
             advance: Called after each package, with its name.
+            publishing: Whether boundaries may publish themselves.
         """
         self._machine = machine
+        self._publishing = publishing
         self._packages: dict[tuple[int, int], Loaded] = {}
         for shape, same in groupby(sorted(wanted, key=_package), _package):
             variant_plan = variant(plan, arch, sorted(same))
@@ -113,7 +117,10 @@ class VariantTimer:
         """Medians of publish and boundary at one M, replays interleaved."""
         any_package = next(iter(self._packages.values()))
         inputs = Inputs(self._machine, any_package, m)
-        recordings = {c: capture(self._call(c, inputs)) for c in wanted}
+        recordings = self._machine.together(
+            f"captures, M={m}",
+            lambda: {c: capture(self._call(c, inputs)) for c in wanted},
+        )
         spreads = interleaved({c: partial(replay, r) for c, r in recordings.items()})
         del recordings
         gc.collect()
@@ -123,10 +130,10 @@ class VariantTimer:
         launcher = self._packages[_package(candidate)].launcher
         x, shared = inputs.x, inputs.shared
         outputs, mix = launcher.outputs(inputs.m), launcher.mix(inputs.m)
-        whole = launcher.call_of_group(candidate.group, inputs.m)
-        if whole is not None:
+        whole = launcher.call_of(candidate.kernel, inputs.m)
+        if whole is not None and self._publishing:
             return partial(launcher.call, whole, x, shared, outputs, mix)
-        kernel = launcher.boundaries[candidate.group]
+        kernel = launcher.boundaries[candidate.kernel]
 
         def call() -> None:
             launcher.publish(x)
@@ -197,7 +204,15 @@ def tune(plan: Plan, tokens: Sequence[int] | None, budget: float) -> Tuned | Non
         packages = {_package(candidate) for candidate in used}
         steps = len(packages) + len(planned) if gpus.is_first else 0
         with progress("tuning", steps) as advance:
-            timer = VariantTimer(gpus, plan, arch, sorted(used), Path(name), advance)
+            timer = VariantTimer(
+                gpus,
+                plan,
+                arch,
+                sorted(used),
+                Path(name),
+                advance,
+                publishing=not wants_two_launches(plan, arch),
+            )
             trials = search(planned, timer, has_time, advance)
         choice = choose(trials, plan.capacity)
         if not gpus.is_first:

@@ -22,6 +22,7 @@ from .arguments import (
 )
 from .dtypes import DTYPES
 from .mailbox import LOCAL, Mailbox
+from .occupancy import Kernel, kernel_of
 
 Fields = Callable[[Any], tuple[torch.Tensor, ...]]
 
@@ -45,7 +46,7 @@ class Launcher:
         rows: The rows that the next boundary of one rank alone takes, [M, H].
         finalizes: The finalize kernels by routing dtype and shared expert.
         boundaries: The boundary kernels that consume what was published before, by
-            token group.
+            what names them in the dispatch table.
         publishing: The boundary kernels that publish their own rows, likewise.
         room: How many clusters of these run at once.
     """
@@ -57,7 +58,7 @@ class Launcher:
         compiled: Mapping[str, Any],
         arch: str,
         mailbox: Mailbox,
-        room: Mapping[int, int],
+        room: Mapping[Kernel, int],
     ) -> None:
         """Picks the kernels of an architecture and of the mailbox's transport.
 
@@ -67,15 +68,15 @@ class Launcher:
             compiled: What ``compile_package`` gave.
             arch: The architecture that they were compiled for.
             mailbox: This rank's end of the all-reduce.
-            room: By token group, how many clusters of the boundary that publishes its
-                own rows run at once: a call with more takes two launches.
+            room: How many clusters of each boundary that publishes its own rows run at
+                once: a call with more takes two launches.
         """
         self.constants = constants
         self.rows: torch.Tensor | None = None
         # Their code is unloaded when they go.
         self._compiled = compiled
         compiled = {name: positional(kernel) for name, kernel in compiled.items()}
-        transport, groups = mailbox.transport, constants.TARGETS[arch].token_groups
+        transport, rows = mailbox.transport, constants.TARGETS[arch].token_groups
         self._publish = (
             None if transport == LOCAL else compiled[kernels.publish_name(transport)]
         )
@@ -86,24 +87,25 @@ class Launcher:
             for dtype in getattr(constants, "ROUTING_WEIGHTS", ())
             for shared in constants.SHARED_EXPERT
         }
+        self._sizes = {kernel_of(row): row.size for row in rows}
         self.boundaries = {
-            row.size: compiled[kernels.boundary_name(row.size)] for row in groups
+            kernel: compiled[kernels.boundary_name(kernel)] for kernel in self._sizes
         }
         self.room = room
         self.publishing = {
-            size: compiled[kernels.boundary_name(size, transport)]
-            for size, clusters in room.items()
+            kernel: compiled[kernels.boundary_name(kernel, transport)]
+            for kernel, clusters in room.items()
             if clusters
         }
         # Kernels of packages that close routed sums inside name these arguments, too.
-        closing = [row.size for row in groups if getattr(row, "finalizes", False)]
+        closing = [kernel_of(row) for row in rows if getattr(row, "finalizes", False)]
         self._unrouted = (None,) * len(RoutedInput._fields) if closing else ()
         self.finalizing = {
-            (size, DTYPES[dtype], shared): compiled[
-                kernels.finalizing_name(size, dtype, shared, transport)
+            (kernel, DTYPES[dtype], shared): compiled[
+                kernels.finalizing_name(kernel, dtype, shared, transport)
             ]
-            for size in closing
-            if room.get(size)
+            for kernel in closing
+            if room.get(kernel)
             for dtype in constants.ROUTING_WEIGHTS
             for shared in constants.SHARED_EXPERT
         }
@@ -112,17 +114,17 @@ class Launcher:
         self._exit = compiled.get("exit")
         self._connect(mailbox)
         self._name_arguments()
-        rows = [
-            next(row for row in groups if m <= row.max_tokens)
+        by_tokens = [
+            next(row for row in rows if m <= row.max_tokens)
             for m in range(constants.CAPACITY + 1)
         ]
-        self._groups = [row.size for row in rows]
-        self._boundary_by_tokens = [self.boundaries[row.size] for row in rows]
+        self._kernels = [kernel_of(row) for row in by_tokens]
+        self._boundary_by_tokens = [self.boundaries[each] for each in self._kernels]
         self._call_by_tokens = [
-            self.call_of_group(row.size, m)
+            self.call_of(kernel_of(row), m)
             if transport == LOCAL or row.launches == 1
             else None
-            for m, row in enumerate(rows)
+            for m, row in enumerate(by_tokens)
         ]
         self._shapes: dict[int, tuple[torch.Tensor, ...]] = {}
         device = mailbox.buffer.device
@@ -189,13 +191,14 @@ class Launcher:
         """
         return self._call_by_tokens[m]
 
-    def call_of_group(self, group: int, m: int) -> Any:
-        """As ``call_kernel``, with the kernel of a token group."""
+    def call_of(self, kernel: Kernel, m: int) -> Any:
+        """As ``call_kernel``, with the kernel of some row of the dispatch table."""
         if self._publish is None:
             # One rank alone has nothing to publish.
-            return self.boundaries[group] if m else None
-        fits = 0 < -(-m // group) <= self.room.get(group, 0)
-        return self.publishing[group] if fits else None
+            return self.boundaries[kernel] if m else None
+        clusters = -(-m // self._sizes[kernel])
+        fits = 0 < clusters <= self.room.get(kernel, 0)
+        return self.publishing[kernel] if fits else None
 
     def finalize_kernel(self, m: int, routed: RoutedInput) -> Any:
         """The kernel that closes a routed sum and takes it through, in one launch.
@@ -205,7 +208,7 @@ class Launcher:
         if self._call_by_tokens[m] is None:
             return None
         shared = routed.shared_output is not None
-        key = self._groups[m], routed.expert_weights.dtype, shared
+        key = self._kernels[m], routed.expert_weights.dtype, shared
         return self.finalizing.get(key)
 
     def outputs(self, m: int) -> BoundaryOutput:

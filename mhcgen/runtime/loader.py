@@ -17,7 +17,7 @@ from .compiler import check_dsl, compile_package
 from .host import FusedBoundary
 from .launcher import Launcher
 from .mailbox import LOCAL, Mailbox, agree, emulated, local, loopback, rendezvous
-from .occupancy import room_for_calls
+from .occupancy import Kernel, room_for_calls
 from .warm_up import warm_up_alone, warm_up_together
 
 CAPABILITIES = {
@@ -131,7 +131,7 @@ def load_package(
         compiled: dict[str, Any] = {}
         launchers: list[Launcher] = []
 
-        def compile_all() -> dict[int, int]:
+        def compile_all() -> dict[Kernel, int]:
             compiled.update(loading.compile(mailbox.transport))
             return loading.room(compiled, mailbox.transport)
 
@@ -263,7 +263,7 @@ class Loading:
         """Compiles the kernels of a transport; see ``compile_package``."""
         return compile_package(self.kernels, self.arch, transport, publishing)
 
-    def room(self, compiled: dict[str, Any], transport: str) -> dict[int, int]:
+    def room(self, compiled: dict[str, Any], transport: str) -> dict[Kernel, int]:
         """Clusters of whole calls that run at once; see ``room_for_calls``."""
         if transport == LOCAL:
             return {}
@@ -272,7 +272,7 @@ class Loading:
         )
 
     def compiled_launcher(
-        self, compiled: dict[str, Any], mailbox: Mailbox, room: dict[int, int]
+        self, compiled: dict[str, Any], mailbox: Mailbox, room: dict[Kernel, int]
     ) -> Launcher:
         """The launcher of compiled kernels; see its constructor."""
         return Launcher(

@@ -15,7 +15,18 @@ WARP = 32
 ALL_SHARED = 100  # percent of the memory that L1 and shared memory divide
 PORTABLE_CLUSTER = 8  # blocks of a cluster that every device takes
 
+Kernel = int | str  # what rows of the dispatch table name their kernels by
+
 logger = logging.getLogger(__name__)
+
+
+def kernel_of(row: Any) -> Kernel:
+    """What a row of a package's dispatch table names its boundary kernels by.
+
+    That is its size, where no other row may give as many tokens to a cluster otherwise.
+    """
+    kernel: Kernel = getattr(row, "kernel", row.size)
+    return kernel
 
 
 def room_for_calls(
@@ -24,7 +35,7 @@ def room_for_calls(
     compiled: Mapping[str, Any],
     arch: str,
     transport: str,
-) -> dict[int, int]:
+) -> dict[Kernel, int]:
     """Clusters that run at once of each boundary that publishes its own rows.
 
     Calls that need more take two launches, which is logged with the numbers.
@@ -37,30 +48,30 @@ def room_for_calls(
         transport: ``multicast`` or ``unicast``.
 
     Returns:
-        The clusters by token group; 0 where the compiler or the driver do not say.
+        The clusters by kernel; 0 where the compiler or the driver do not say.
     """
     target = constants.TARGETS[arch]
     threads = target.threads + WARP * (constants.MIXES == "tail")
-    room: dict[int, int] = {}
+    room: dict[Kernel, int] = {}
     for row in target.token_groups:
         if row.launches != 1:
             continue
-        name = kernels.boundary_name(row.size, transport)
-        # With those of the same group that close routed sums.
-        same = [
-            kernel for kernel in compiled if kernel.startswith(f"boundary_{row.size}_")
-        ]
-        if row.size not in room:
+        kernel = kernel_of(row)
+        name = kernels.boundary_name(kernel, transport)
+        # With those of the same shape that close routed sums.
+        closing = kernels.boundary_name(kernel, "finalize_")
+        same = [each for each in compiled if each == name or each.startswith(closing)]
+        if kernel not in room:
             try:
-                room[row.size] = min(
+                room[kernel] = min(
                     clusters_at_once(
-                        compiled[kernel],
+                        compiled[each],
                         target.cluster_size,
                         threads,
                         row.shared_bytes,
                         getattr(row, "blocks", 1),
                     )
-                    for kernel in same
+                    for each in same
                 )
             except Exception as error:
                 logger.warning(
@@ -70,14 +81,14 @@ def room_for_calls(
                     type(error).__name__,
                     error,
                 )
-                room[row.size] = 0
-        served = min(row.max_tokens, room[row.size] * row.size)
+                room[kernel] = 0
+        served = min(row.max_tokens, room[kernel] * row.size)
         logger.log(
             logging.INFO if served == row.max_tokens else logging.WARNING,
             "%s: %d clusters of %d blocks run at once, calls of up to %d tokens need "
             "%d: one launch up to %d tokens",
             name,
-            room[row.size],
+            room[kernel],
             target.cluster_size,
             row.max_tokens,
             -(-row.max_tokens // row.size),

@@ -11,6 +11,7 @@ import torch
 from .arguments import BoundaryInput, EntryInput, ExitInput, RoutedInput
 from .dtypes import DTYPES
 from .launcher import Launcher
+from .occupancy import Kernel
 
 
 def warm_up_alone(launcher: Launcher) -> None:
@@ -121,7 +122,9 @@ def launch_call(launcher: Launcher, kernel: Any, stream: torch.cuda.Stream) -> N
 
 
 def launch_routed_call(
-    launcher: Launcher, key: tuple[int, torch.dtype, bool], stream: torch.cuda.Stream
+    launcher: Launcher,
+    key: tuple[Kernel, torch.dtype, bool],
+    stream: torch.cuda.Stream,
 ) -> None:
     """Launches a boundary that closes routed sums itself, and its mixes, on zeros."""
     given = zeros_of(launcher)
