@@ -1,9 +1,9 @@
-"""Remakes the README's tables of measurements from the JSON files that they name.
+"""Remakes the pages' tables of measurements from the JSON files that they name.
 
 A table follows each link to a file in benchmarks/results::
 
-    python benchmarks/tables.py          # rewrites README.md
-    python benchmarks/tables.py --check  # exit 1 if that would change it
+    python benchmarks/tables.py          # rewrites README.md and docs/measurements.md
+    python benchmarks/tables.py --check  # exit 1 if that would change one
 """
 
 import re
@@ -14,8 +14,9 @@ from mhcgen.bench.report import markdown
 from mhcgen.bench.result import read_result
 
 ROOT = Path(__file__).parent.parent
+PAGES = (ROOT / "README.md", ROOT / "docs" / "measurements.md")
 TABLE = re.compile(
-    r"(\(\[JSON\]\((benchmarks/results/\w+\.json)\)\):\n\n)((?:\|.*\n)+)"
+    r"(\(\[JSON\]\((?:\.\./)?(benchmarks/results/\w+\.json)\)\):\n\n)((?:\|.*\n)+)"
 )
 
 
@@ -30,15 +31,15 @@ def with_tables(text: str) -> str:
 
 
 def main() -> None:
-    """Rewrites or checks the README."""
-    readme = ROOT / "README.md"
-    before = readme.read_text("utf-8")
-    after = with_tables(before)
-    if "--check" in sys.argv[1:]:
-        if after != before:
-            sys.exit("README.md: its tables are not those of benchmarks/results")
-    else:
-        readme.write_text(after, "utf-8")
+    """Rewrites or checks the pages."""
+    for page in PAGES:
+        before = page.read_text("utf-8")
+        after = with_tables(before)
+        if "--check" not in sys.argv[1:]:
+            page.write_text(after, "utf-8")
+        elif after != before:
+            name = page.relative_to(ROOT)
+            sys.exit(f"{name}: its tables are not those of benchmarks/results")
 
 
 if __name__ == "__main__":
