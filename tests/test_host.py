@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -566,6 +566,42 @@ def test_a_known_weight_whose_memory_moved_is_checked_again(
         checks.boundary(3, inputs)
     inputs.base.untyped_storage().resize_(0)
     with pytest.raises((TypeError, ValueError)):
+        checks.boundary(3, inputs)
+
+
+IN_PLACE: dict[str, tuple[Callable[[BoundaryInput], object], type, str]] = {
+    "transposed": (lambda given: given.fn.t_(), ValueError, r"fn has shape"),
+    "cut": (
+        lambda given: setattr(given.base, "data", given.base.data[: MIX // 2]),
+        ValueError,
+        rf"base has shape \({MIX // 2},\)",
+    ),
+    "other type": (
+        lambda given: setattr(given.fn, "data", given.fn.data.view(torch.float16)),
+        TypeError,
+        r"fn has dtype torch\.float16",
+    ),
+    "other strides": (
+        lambda given: given.fn.as_strided_((MIX, HC * H), (1, MIX)),
+        ValueError,
+        r"fn has strides \(1, 24\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", IN_PLACE)
+def test_a_known_weight_that_changed_in_place_is_checked_again(
+    modules: tuple[Any, Any], change: str
+) -> None:
+    """The same object at the same address, of which the kernels would read more."""
+    checks = Checks(modules[0], torch.device("cpu"))
+    inputs = input_of(3)
+    checks.boundary(3, inputs)
+    make, error, message = IN_PLACE[change]
+    addresses = [inputs.fn.data_ptr(), inputs.base.data_ptr()]
+    make(inputs)
+    assert [inputs.fn.data_ptr(), inputs.base.data_ptr()] == addresses
+    with pytest.raises(error, match=f"^{message}"):
         checks.boundary(3, inputs)
 
 

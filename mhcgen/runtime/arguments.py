@@ -112,7 +112,7 @@ class Checks:
         norm_weight = ("norm_weight",) * self._weighted_norm
         self._weights_of = attrgetter("fn", "scale", "base", *norm_weight)
         # A model's boundaries take the same weights each time: those that were checked.
-        self._known: dict[tuple[int, ...], list[weakref.ref[object]]] = {}
+        self._known: dict[tuple[object, ...], list[weakref.ref[object]]] = {}
 
     def x(self, x: torch.Tensor) -> int:
         """Checks x and returns M."""
@@ -254,7 +254,7 @@ class Checks:
                 "call, or raise capacity.max_tokens of the spec"
             )
 
-    def _remember(self, known: tuple[int, ...], weights: Iterable[object]) -> None:
+    def _remember(self, known: tuple[object, ...], weights: Iterable[object]) -> None:
         """Remembers weights that were checked, for as long as all of them live."""
 
         def forget(_: object) -> None:
@@ -326,10 +326,17 @@ class Checks:
             )
 
 
-def identity(tensors: Sequence[Any]) -> tuple[int, ...]:
-    """Which tensors these are, and where their memory is; empty if one is none."""
+def identity(tensors: Sequence[Any]) -> tuple[object, ...]:
+    """Which tensors these are, and what can change in place; empty if one is none.
+
+    Of the strides, whether they are contiguous: what is known was, and to ask for them
+    takes twice as long.
+    """
     try:
-        return (*map(id, tensors), *[tensor.data_ptr() for tensor in tensors])
+        return (
+            *map(id, tensors),
+            *[(t.data_ptr(), t.dtype, t.shape, t.is_contiguous()) for t in tensors],
+        )
     except AttributeError:
         return ()
 
