@@ -33,7 +33,8 @@ class Mailbox:
         buffer: The local mailbox, [GENERATIONS, TP, CAPACITY, HIDDEN] activations.
         addresses: [1] or [TP] int64: where publish stores, one multicast address or one
             address a rank.
-        state: [2] int32: the generation, and the clusters that have read it.
+        state: [2] int32: the generation, and the arrivals of the launch under way, of
+            blocks at a boundary, of clusters at an exit.
         keep_alive: What must live as long as the addresses are used.
     """
 
