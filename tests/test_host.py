@@ -353,6 +353,26 @@ def test_an_entry_of_a_tail_launches_its_mixes_behind_it(
     assert stream == 7
 
 
+def test_shapes_are_made_once(
+    boundary: FusedBoundary, tail: FusedBoundary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To expand a tensor takes microseconds."""
+    allocations = [
+        boundary._launcher.outputs,
+        boundary._launcher.mix,
+        tail._launcher.entry_mix,
+    ]
+    for allocate in allocations:
+        allocate(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "expand", None)
+        again = [allocate(3) for allocate in allocations]
+    for mix in again[1:]:
+        assert isinstance(mix, torch.Tensor)
+        assert (mix.shape, mix.dtype) == ((3, MIX), torch.float32)
+        assert mix.is_contiguous()
+
+
 def test_one_rank_alone(machine: Machine, alone_modules: tuple[Any, Any]) -> None:
     """Its boundary takes x itself; behind finalize, the rows that finalize wrote."""
     alone = fused_of(machine, alone_modules, {})

@@ -7,7 +7,7 @@ from copy import copy
 from functools import partial
 from operator import attrgetter
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tvm_ffi import from_dlpack
@@ -25,6 +25,21 @@ from .mailbox import LOCAL, Mailbox
 from .occupancy import Kernel, kernel_of
 
 Fields = Callable[[Any], tuple[torch.Tensor, ...]]
+
+
+class Shapes(NamedTuple):
+    """Tensors of the shapes that a call of some M allocates, all of one element.
+
+    To make another one like them is quicker than to name shape, dtype and device.
+
+    Attributes:
+        outputs: Those of the outputs, in order.
+        mix: That of what is handed to the mixes kernel.
+    """
+
+    outputs: tuple[torch.Tensor, ...]
+    mix: torch.Tensor
+
 
 empty = partial(torch.empty_like, memory_format=torch.contiguous_format)
 
@@ -126,7 +141,7 @@ class Launcher:
             else None
             for m, row in enumerate(by_tokens)
         ]
-        self._shapes: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._shapes: dict[int, Shapes] = {}
         device = mailbox.buffer.device
         activation = DTYPES[constants.ACTIVATION]
         self._activation = torch.empty((), dtype=activation, device=device)
@@ -213,7 +228,7 @@ class Launcher:
 
     def outputs(self, m: int) -> BoundaryOutput:
         """Memory for the outputs of ``m`` tokens."""
-        return self._output_type(*[empty(like) for like in self._shapes_of(m)])
+        return self._output_type(*[empty(like) for like in self._shapes_of(m).outputs])
 
     def mix(self, m: int) -> torch.Tensor | None:
         """Memory for what a boundary of ``m`` tokens hands to the mixes kernel.
@@ -224,17 +239,14 @@ class Launcher:
 
     def entry_mix(self, m: int) -> torch.Tensor:
         """Memory for what an entry of ``m`` tokens hands to the mixes kernel."""
-        return empty(self._fp32.expand(m, self.constants.MIX))
+        return empty(self._shapes_of(m).mix)
 
     def exit_output(self, m: int) -> torch.Tensor:
         """Memory for what the exit returns, [M, H] activations."""
         return empty(self._activation.expand(m, self.constants.HIDDEN))
 
-    def _shapes_of(self, m: int) -> tuple[torch.Tensor, ...]:
-        """Tensors of the shapes of the outputs, all of one element.
-
-        To make another one like them is quicker than to name shape, dtype and device.
-        """
+    def _shapes_of(self, m: int) -> Shapes:
+        """The shapes of ``m`` tokens, which are remembered."""
         shapes = self._shapes.get(m)
         if shapes is None:
             c, activation, fp32 = self.constants, self._activation, self._fp32
@@ -247,7 +259,8 @@ class Launcher:
                 "stream_mean": activation.expand(m, c.HIDDEN),
             }
             names = self._output_type._fields
-            shapes = self._shapes[m] = tuple(known[name] for name in names)
+            outputs = tuple(known[name] for name in names)
+            shapes = self._shapes[m] = Shapes(outputs, fp32.expand(m, c.MIX))
         return shapes
 
     def publish(self, x: torch.Tensor) -> None:
