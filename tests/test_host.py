@@ -392,13 +392,44 @@ def test_one_rank_alone(machine: Machine, alone_modules: tuple[Any, Any]) -> Non
 def test_rows_that_wait_to_be_consumed_stop_a_call(
     machine: Machine, boundary: FusedBoundary
 ) -> None:
-    """One launch or two: the mailbox holds the rows of another call."""
-    boundary.publish(arguments(3)["x"])
+    """One launch or two, or another publish: the mailbox holds the rows of a call."""
+    given = arguments(3)
+    x = given.pop("x")
+    boundary.publish(x)
     machine.done()
-    for m in (3, 20):
-        with pytest.raises(RuntimeError, match="an earlier call broke off"):
-            boundary(**arguments(m))
+    wrong: list[Callable[[], object]] = [
+        lambda: boundary(**arguments(3)),
+        lambda: boundary(**arguments(20)),
+        lambda: boundary.publish(x),
+    ]
+    for call in wrong:
+        with pytest.raises(RuntimeError, match=r"^3 tokens .* call consume\(\)"):
+            call()
     assert machine.done() == []
+    boundary.consume(**given)
+    assert launches(machine.done()) == ["boundary_1", "mixes"]
+    boundary.publish(x)
+
+
+def test_a_call_that_broke_off_stops_the_next(
+    machine: Machine, boundary: FusedBoundary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its launches, or in a publish alone: the ranks no longer agree."""
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("no launch")
+
+    for method, call in (
+        ("boundary", lambda: boundary(**arguments(20))),
+        ("publish", lambda: boundary.publish(arguments(3)["x"])),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(boundary._launcher, method, fail)
+            with pytest.raises(RuntimeError, match="no launch"):
+                call()
+        with pytest.raises(RuntimeError, match="an earlier call broke off"):
+            call()
+        boundary._published = None
 
 
 def test_a_launch_that_fails_leaves_the_object_usable(

@@ -25,10 +25,17 @@ NOTHING = nullcontext()
 
 
 class Published(NamedTuple):
-    """Rows that were published and not consumed yet, and what publish reads."""
+    """Rows that were published and not consumed yet, and what publish reads.
+
+    Attributes:
+        m: How many.
+        tensors: What publish reads.
+        alone: It was launched alone: ``consume`` or ``consume_exit`` is to follow.
+    """
 
     m: int
     tensors: tuple[torch.Tensor | None, ...]
+    alone: bool = False
 
 
 class FusedBoundary:
@@ -117,7 +124,8 @@ class FusedBoundary:
             ValueError: A shape, device, layout or alignment is not as above, M exceeds
                 the capacity, or an argument is given that the package does not take.
             RuntimeError: The mixes of a call outside of a graph capture are still
-                outstanding inside of it; or an earlier call broke off half-way.
+                outstanding inside of it; rows that ``publish`` sent were not consumed;
+                or an earlier call broke off half-way.
         """
         inputs = BoundaryInput(residual, post, comb, fn, scale, base, norm_weight, pre)
         m = self._checks.x(x)
@@ -440,6 +448,7 @@ class FusedBoundary:
         if published.m:
             with self._on_device():
                 self._publish(published, launch)
+            self._published = published._replace(alone=True)
 
     def _publish(self, published: Published, launch: Callable[[], None]) -> None:
         """Launches a publish, once the stream waits for the mixes of the last call."""
@@ -450,6 +459,11 @@ class FusedBoundary:
     def _begin(self) -> None:
         """Makes the stream wait for the mixes of the last call, and lets go of them."""
         if self._published is not None:
+            if self._published.alone:
+                raise RuntimeError(
+                    f"{self._published.m} tokens were published and wait to be "
+                    "consumed: call consume() or consume_exit() first"
+                )
             raise RuntimeError(
                 "an earlier call broke off between its publish and its boundary, and "
                 "the ranks no longer agree: load the package again on all ranks"
