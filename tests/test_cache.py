@@ -6,7 +6,7 @@ import importlib
 import logging
 import shutil
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,6 +123,51 @@ def test_what_is_damaged_is_compiled_again(
     found = compiler.compile_package(kernels, ARCH, "unicast")
     assert len(compiled) == 1, "it was kept again"
     assert "Expects" in refusal(found[PUBLISHING])
+
+
+@pytest.mark.parametrize("file", [cache.CODE, cache.CUBIN, cache.ENTRY])
+def test_an_entry_that_lacks_a_file_is_compiled_again(
+    kernels: ModuleType,
+    folder: Path,
+    compiled: list[str],
+    caplog: pytest.LogCaptureFixture,
+    file: str,
+) -> None:
+    """Someone cleaned up half of it: it is not as if nothing had been kept."""
+    (path,) = folder.glob(f"*/{PUBLISHING}/{file}")
+    path.unlink()
+    with caplog.at_level(logging.WARNING):
+        compiler.compile_package(kernels, ARCH, "unicast")
+    assert compiled == [kernels.symbol(PUBLISHING)]
+    assert f"{PUBLISHING} is compiled again" in caplog.text
+    assert path.is_file(), "it was kept again"
+
+
+@pytest.mark.usefixtures("compiled")
+def test_what_was_never_kept_is_compiled_in_silence(
+    kernels: ModuleType, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (entry,) = folder.glob("*/mixes")
+    shutil.rmtree(entry)
+    with caplog.at_level(logging.WARNING):
+        compiler.compile_package(kernels, ARCH, "unicast")
+    assert caplog.text == ""
+    assert entry.is_dir()
+
+
+def test_an_exporter_that_fails_is_no_error(
+    kernels: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever it raises: the kernel is there, and is only not kept."""
+
+    def export_to_c(**options: str) -> None:
+        raise RuntimeError("no object")
+
+    found = cache.Cache(tmp_path, kernels, ARCH)
+    with caplog.at_level(logging.WARNING):
+        found.keep("mixes", SimpleNamespace(export_to_c=export_to_c))
+    assert "mixes is not kept: no object" in caplog.text
+    assert list(found.folder.iterdir()) == []
 
 
 def test_other_code_is_another_entry(

@@ -72,6 +72,8 @@ class Cache:
     def find(self, name: str) -> CachedKernel | None:
         """A kernel that was kept; None if it was not, or is damaged."""
         folder = self.folder / name
+        if not os.path.lexists(folder):
+            return None
         try:
             entry = json.loads((folder / ENTRY).read_text("utf-8"))
             contents = {file: (folder / file).read_bytes() for file in entry["sha256"]}
@@ -82,15 +84,14 @@ class Cache:
             function = getattr(module, self._symbol(name))
             symbols, cubin = tuple(entry["symbols"]), contents.get(CUBIN)
             return CachedKernel(module, function, symbols, cubin)
-        except FileNotFoundError:
-            return None
         except Exception as error:
+            # Entries appear whole: one that lacks a file is damaged as well.
             logger.warning("%s is compiled again: %s", folder, error)
             shutil.rmtree(folder, ignore_errors=True)
             return None
 
     def keep(self, name: str, compiled: Any) -> None:
-        """Keeps a kernel that the compiler gave; a folder that refuses it is logged."""
+        """Keeps a kernel that the compiler gave; if that fails, it is logged."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             made = Path(mkdtemp(prefix=f".{name}-", dir=self.folder))
@@ -111,7 +112,8 @@ class Cache:
             (made / ENTRY).write_text(json.dumps(entry), "utf-8")
             made.chmod(0o755)
             made.rename(self.folder / name)
-        except OSError as error:
+        except Exception as error:
+            # The kernel is there, whatever its exporter does.
             if not (self.folder / name / ENTRY).is_file():  # nobody was faster
                 logger.warning("%s is not kept: %s", self.folder / name, error)
         finally:
@@ -120,12 +122,21 @@ class Cache:
 
 def identity(kernels: ModuleType) -> str:
     """The hash of all that machine code depends on, beside the architecture."""
+    parts = (sources(kernels), *releases(), platform.machine())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def sources(kernels: ModuleType) -> str:
+    """The hash of a package's code."""
     package = Path(str(kernels.__file__)).parent
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(str(path.relative_to(package)).encode() + b"\0")
         digest.update(path.read_bytes() + b"\0")
-    for release in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
-        digest.update(f"{release} {metadata.version(release)}\0".encode())
-    digest.update(platform.machine().encode())
     return digest.hexdigest()[:32]
+
+
+def releases() -> list[str]:
+    """The releases that a package's machine code depends on."""
+    names = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
+    return [f"{name} {metadata.version(name)}" for name in names]
