@@ -19,6 +19,7 @@ class Machine:
         self.log: list[str] = []
         self.handle = 0
         self.capturing = False
+        self.stuck: str | None = None  # the kernel that never ends
         self.made = 0
         self.recorded = 0
         self.given: dict[str, tuple[Any, ...]] = {}
@@ -31,13 +32,19 @@ class Machine:
         name = f"event {self.made}"
         self.made += 1
 
+        behind: list[str] = []
+
         def record(stream: Any) -> None:
+            behind[:] = self.log
             self.log.append(f"record {name} on {stream.cuda_stream}")
 
         def wait(stream: Any) -> None:
             self.log.append(f"{stream.cuda_stream} waits for {name}")
 
-        return SimpleNamespace(record=record, wait=wait)
+        def query() -> bool:
+            return self.stuck not in behind
+
+        return SimpleNamespace(record=record, wait=wait, query=query)
 
     def recorded_on(self, stream: Any) -> None:
         self.recorded += 1
@@ -64,7 +71,7 @@ def machine_in(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(cuda, "Event", machine.event)
     monkeypatch.setattr(cuda, "current_device", lambda: None)
     monkeypatch.setattr(
-        cuda, "current_stream", lambda device: machine.stream(machine.handle)
+        cuda, "current_stream", lambda device=None: machine.stream(machine.handle)
     )
     monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: machine.capturing)
     monkeypatch.setattr(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from mhcgen.build import write_files
 from mhcgen.plan import Plan, make_plan
 from mhcgen.render import render
 from mhcgen.resources import resource
-from mhcgen.runtime import loader
+from mhcgen.runtime import loader, warm_up
 from mhcgen.runtime.arguments import BoundaryInput, Checks
 from mhcgen.runtime.host import FusedBoundary
 from mhcgen.runtime.launcher import Launcher
+from mhcgen.runtime.warm_up import warm_up_together
 from mhcgen.spec_file import load_spec
 from tests.stand_ins import Machine, machine_in, mailbox_of
 
@@ -387,6 +389,42 @@ def test_one_rank_alone(machine: Machine, alone_modules: tuple[Any, Any]) -> Non
     assert (
         machine.given["boundary_1"][0] is machine.given["finalize_fp32_shared_local"][4]
     )
+
+
+def test_a_warm_up_launches_every_kernel(
+    machine: Machine, boundary: FusedBoundary
+) -> None:
+    launcher = boundary._launcher
+    warm_up_together([launcher])
+    assert set(launches(machine.done())) == set(launcher._compiled)
+
+
+STUCK = {
+    "boundary_2": "the boundary of token group 2",
+    "boundary_2_unicast": "the publishing boundary of token group 2",
+    "boundary_1_finalize_fp32_unicast": "the finalizing boundary of token group 1",
+}
+
+
+@pytest.mark.parametrize("kernel", STUCK)
+def test_a_warm_up_gives_up_on_a_rank_that_does_not_come(
+    machine: Machine,
+    modules: tuple[Any, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    kernel: str,
+) -> None:
+    """What the kernel uses is never freed: that would wait for it."""
+    monkeypatch.setattr(warm_up, "DEADLINE", 0.01)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("waits"))
+    launcher = fused_of(machine, modules, ROOM)._launcher
+    machine.stuck = kernel
+    message = rf"^{STUCK[kernel]} did not end within 0\.01 s.* must exit"
+    with pytest.raises(RuntimeError, match=message):
+        warm_up_together([launcher])
+    alive = weakref.ref(launcher)
+    del launcher
+    gc.collect()
+    assert alive() is not None
 
 
 def test_rows_that_wait_to_be_consumed_stop_a_call(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +14,43 @@ from .arguments import BoundaryInput, EntryInput, ExitInput, RoutedInput
 from .dtypes import DTYPES
 from .launcher import Launcher
 from .occupancy import Kernel
+
+DEADLINE = 60.0  # seconds: the kernels take microseconds, and ranks come together
+POLL = 1e-3  # seconds
+
+
+class Steps:
+    """What was launched on a stream, and how far its GPU has come with it."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        """Takes the stream."""
+        self._stream = stream
+        self._done: list[tuple[str, torch.cuda.Event]] = []
+
+    def launched(self, step: str) -> None:
+        """Marks the end of a step on the stream, by its name for messages."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        self._done.append((step, event))
+
+    def wait(self) -> None:
+        """Waits for all steps.
+
+        To synchronize would never return where another rank failed before its publish.
+
+        Raises:
+            RuntimeError: A step did not end within ``DEADLINE``.
+        """
+        end = time.monotonic() + DEADLINE
+        for step, event in self._done:
+            while not event.query():  # type: ignore[no-untyped-call]
+                if time.monotonic() > end:
+                    raise RuntimeError(
+                        f"{step} did not end within {DEADLINE:g} s: it waits for a "
+                        "rank that failed or is gone, and cannot be stopped. This "
+                        "process must exit, since its GPU is stuck"
+                    )
+                time.sleep(POLL)
 
 
 def warm_up_alone(launcher: Launcher) -> None:
@@ -45,21 +84,41 @@ def warm_up_together(launchers: Sequence[Launcher]) -> None:
     Args:
         launchers: This process's rank, or all ranks where one device plays them; these
             have no boundaries that publish themselves.
+
+    Raises:
+        RuntimeError: A kernel did not end, since it waits for another rank: the process
+            must exit.
     """
+    try:
+        launch_together(launchers)
+    except BaseException:
+        # Kernels may be waiting for a rank for ever, and to free what they use would
+        # wait for them: it outlives even the interpreter.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(list(launchers)))
+        raise
+
+
+def launch_together(launchers: Sequence[Launcher]) -> None:
+    """Does what ``warm_up_together`` says."""
     turns = max(len(publishes(launchers[0])), consumers(launchers[0]))
     stream = torch.cuda.current_stream()
+    steps = Steps(stream)
     for turn in range(turns):
         for launcher in launchers:
             launch_publish(launcher, turn)
         for launcher in launchers:
             launch_consumer(launcher, turn, stream)
+        steps.launched(consumer_name(launchers[0], turn))
     for launcher in launchers:
-        for kernel in launcher.publishing.values():
+        for size, kernel in launcher.publishing.items():
             launch_call(launcher, kernel, stream)
+            steps.launched(f"the publishing boundary of token group {size}")
         for key in launcher.finalizing:
             launch_routed_call(launcher, key, stream)
+            steps.launched(f"the finalizing boundary of token group {key[0]}")
         launch_entry(launcher, stream)
-    torch.cuda.synchronize()
+    steps.launched("the entry")
+    steps.wait()
 
 
 def publishes(launcher: Launcher) -> list[tuple[torch.dtype, bool] | None]:
@@ -92,6 +151,12 @@ def routed_zeros(
 def consumers(launcher: Launcher) -> int:
     """Kernels that consume the mailbox: the boundaries, and the exit where there is."""
     return len(launcher.boundaries) + (launcher.constants.EXIT is not None)
+
+
+def consumer_name(launcher: Launcher, turn: int) -> str:
+    """What messages call consumer ``turn``, round and round."""
+    groups = [f"the boundary of token group {size}" for size in launcher.boundaries]
+    return [*groups, "the exit"][turn % consumers(launcher)]
 
 
 def launch_consumer(launcher: Launcher, turn: int, stream: torch.cuda.Stream) -> None:
