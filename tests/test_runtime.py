@@ -110,25 +110,74 @@ def test_a_name_that_another_module_has(tmp_path: Path, glm53_plan: Plan) -> Non
         loader.import_package(tmp_path / "two" / "twin")
 
 
-AGREE = """
+def run_ranks(tmp_path: Path, main: str, *arguments: str) -> str:
+    """What processes that run ``main(rank, file of a store, *arguments)`` print."""
+    script = tmp_path / "ranks.py"
+    start = """
+        if __name__ == "__main__":
+            count, *arguments = sys.argv[1:]
+            mp.spawn(main, tuple(arguments), nprocs=int(count))
+    """
+    script.write_text(IMPORTS + main + textwrap.dedent(start))
+    count = re.findall(r"^RANKS = (\d)$", main, re.MULTILINE)[0]
+    run = subprocess.run(
+        [sys.executable, str(script), count, str(tmp_path / "store"), *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return run.stdout
+
+
+IMPORTS = """
+import datetime
 import os
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from mhcgen.runtime.mailbox import agree
+from torch.distributed import _symmetric_memory
+from mhcgen.runtime.mailbox import agree, rendezvous
+
+
+def start(rank, file):
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{file}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=datetime.timedelta(seconds=60),
+    )
 
 
 def print_line(*words):
     # In one piece, so that the processes' lines do not mix.
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+"""
+
+AGREE = """
+RANKS = 4
 
 
-def main(rank, file):
-    dist.init_process_group(
-        "gloo", init_method=f"file://{file}", rank=rank, world_size=3
-    )
-    group = dist.group.WORLD
-    print_line(rank, agree(group, "counting", lambda: rank * 10))
+def main(process, file):
+    start(process, file)
+    # Ranks are in more groups than others are, and the last process in none of theirs.
+    for one in range(2):
+        dist.new_group([one])
+    for backend in ("gloo", "cuda:gloo"):
+        group = dist.new_group([0, 1, 2], backend=backend)
+        if process < 3:
+            vote(backend, dist.get_rank(group), group)
+    dist.destroy_process_group()
+
+
+def vote(backend, rank, group):
+    def say(*words):
+        print_line(backend, rank, *words)
+    say(agree(group, "counting", lambda: rank * 10))
     def fail():
         if rank == 1:
             raise MemoryError("no room")
@@ -136,38 +185,25 @@ def main(rank, file):
     try:
         agree(group, "allocation", fail)
     except RuntimeError as error:
-        print_line(rank, str(error).replace("\\n", " | "), type(error.__cause__))
+        say(str(error).replace("\\n", " | "), type(error.__cause__))
     # The group still works: nobody was left waiting.
-    print_line(rank, agree(group, "after", lambda: "ok"))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    mp.spawn(main, (sys.argv[1],), nprocs=3)
+    say(agree(group, "after", lambda: "ok"))
 """
 
 
 def test_a_failure_on_one_rank_reaches_all(tmp_path: Path) -> None:
-    script = tmp_path / "agree.py"
-    script.write_text(textwrap.dedent(AGREE))
-    run = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "store")],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    lines = run.stdout.splitlines()
-    for rank in range(3):
-        mine = [line for line in lines if line.startswith(f"{rank} ")]
-        cause = "MemoryError" if rank == 1 else "NoneType"
-        assert mine == [
-            f"{rank} [0, 10, 20]",
-            f"{rank} allocation failed | rank 1: MemoryError: no room "
-            f"<class '{cause}'>",
-            f"{rank} ['ok', 'ok', 'ok']",
-        ]
+    """Also where the group has GPUs only, of which there are none here."""
+    lines = run_ranks(tmp_path, AGREE).splitlines()
+    for backend in ("gloo", "cuda:gloo"):
+        for rank in range(3):
+            who = f"{backend} {rank} "
+            mine = [line.removeprefix(who) for line in lines if line.startswith(who)]
+            cause = "MemoryError" if rank == 1 else "NoneType"
+            assert mine == [
+                "[0, 10, 20]",
+                f"allocation failed | rank 1: MemoryError: no room <class '{cause}'>",
+                "['ok', 'ok', 'ok']",
+            ]
 
 
 LOAD = """
@@ -213,6 +249,44 @@ def test_loading_fails_on_all_ranks_at_once(tmp_path: Path, glm53_plan: Plan) ->
         error = (tmp_path / f"store.{rank}").read_text()
         assert "rank 0: RuntimeError: no CUDA device is available" in error
         assert "rank 1: FileNotFoundError" in error
+
+
+MEET = """
+RANKS = 2
+SHAPE = {"GENERATIONS": 3, "TP": 2, "CAPACITY": 2, "HIDDEN": 64}
+
+
+def main(rank, file):
+    start(rank, file)
+    torch.cuda.synchronize = lambda device: None
+    _symmetric_memory.empty = torch.empty
+
+    def meet(buffer, group):
+        dist.barrier(group)
+        if rank == 1:
+            raise OSError("no handle")
+        return SimpleNamespace(
+            multicast_ptr=0, get_remote_tensor=lambda *wanted: buffer
+        )
+
+    _symmetric_memory.rendezvous = meet
+    constants = SimpleNamespace(**SHAPE, ACTIVATION="bf16", TRANSPORTS=("unicast",))
+    try:
+        rendezvous(constants, dist.group.WORLD, torch.device("cpu"), "auto")
+    except Exception as error:
+        print_line(rank, type(error).__name__, str(error).replace("\\n", " | "))
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+def test_a_rendezvous_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    errors = run_ranks(tmp_path, MEET).splitlines()
+    assert sorted(errors) == [
+        f"{rank} RuntimeError mapping of the peers' mailboxes failed | "
+        "rank 1: OSError: no handle"
+        for rank in range(2)
+    ]
 
 
 def test_the_runtime_of_a_package_is_this_one(glm53_plan: Plan) -> None:

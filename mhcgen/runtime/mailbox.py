@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from .dtypes import DTYPES
 
@@ -67,9 +69,11 @@ def agree(
     """Runs a step on every rank and gathers the results: all succeed or all raise.
 
     A rank that raised before a collective would leave the others waiting in it.
+    Collective over the group, in the same order as its other steps; processes outside
+    of it take no part. No GPU does, so that a rank whose GPU is stuck can say so.
 
     Args:
-        group: The ranks.
+        group: The ranks, with any backend.
         step: What is tried, for messages.
         attempt: Returns this rank's result, which must be picklable.
 
@@ -82,8 +86,7 @@ def agree(
     except Exception as error:
         mine = (None, f"{type(error).__name__}: {error}")
         cause = error
-    votes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(votes, mine, group=group)
+    votes = gather(group, mine)
     failures = [
         f"rank {rank}: {failure}"
         for rank, (_, failure) in enumerate(votes)
@@ -96,6 +99,30 @@ def agree(
             # The traceback holds this frame, and so the group: let go of both.
             del cause
     return [result for result, _ in votes]
+
+
+def gather(group: dist.ProcessGroup, vote: object) -> list[Any]:
+    """What each rank gives, in rank order, by way of CPUs: collective over the group.
+
+    Where the group has GPUs only, by way of the store that it was made with. A second
+    group for CPUs would not do: its making is collective over all processes, or takes
+    its name from how many groups each process is in, which ranks may differ in.
+    """
+    size = dist.get_world_size(group)
+    if "cpu:" in dist.get_backend_config(group):
+        votes: list[Any] = [None] * size
+        dist.all_gather_object(votes, vote, group=group)
+        return votes
+    store = distributed_c10d._get_process_group_store(group)
+    rank = dist.get_rank(group)
+    # Counted in the store by each rank: all vote equally often.
+    turn = store.add(f"mhcgen/votes of rank {rank}", 1)
+    # Bytes will do, whatever the signature says.
+    store.set(f"mhcgen/vote {turn} of rank {rank}", pickle.dumps(vote))  # type: ignore[arg-type]
+    return [
+        pickle.loads(store.get(f"mhcgen/vote {turn} of rank {peer}"))
+        for peer in range(size)
+    ]
 
 
 def choose_transport(
@@ -172,9 +199,10 @@ def rendezvous(
 
     agree(group, "allocation of the mailbox", allocate)
     buffer = allocated[0]
-    handle = symmetric_memory.rendezvous(buffer, group)
 
     def map_peers() -> int:
+        # In this step: the others learn of a rank that fails here once it has met them.
+        handle = symmetric_memory.rendezvous(buffer, group)
         peers = [
             buffer if peer == rank else remote_tensor(handle, peer, buffer)
             for peer in range(constants.TP)
@@ -185,9 +213,11 @@ def rendezvous(
                 raise RuntimeError(
                     f"mailbox address {address:#x} is no multiple of {ALIGNMENT}"
                 )
+        handles.append(handle)
         local.extend(peers)
         return multicast
 
+    handles: list[Any] = []
     local: list[torch.Tensor] = []
     multicast_addresses = agree(group, "mapping of the peers' mailboxes", map_peers)
 
@@ -209,7 +239,7 @@ def rendezvous(
                 buffer=buffer,
                 addresses=torch.tensor(addresses, dtype=torch.int64, device=device),
                 state=torch.zeros(2, dtype=torch.int32, device=device),
-                keep_alive=(handle, local),
+                keep_alive=(*handles, local),
             )
         )
         torch.cuda.synchronize(device)
