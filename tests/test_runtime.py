@@ -11,8 +11,10 @@ import pytest
 
 from mhcgen.build import write_files
 from mhcgen.manifest import DSL_RANGE
-from mhcgen.plan import Plan
+from mhcgen.plan import Plan, make_plan
 from mhcgen.render import render
+from mhcgen.resources import resource
+from mhcgen.spec_file import load_spec
 
 torch = pytest.importorskip("torch")
 mailbox = importlib.import_module("mhcgen.runtime.mailbox")
@@ -207,48 +209,95 @@ def test_a_failure_on_one_rank_reaches_all(tmp_path: Path) -> None:
 
 
 LOAD = """
-import sys
-from pathlib import Path
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from mhcgen.runtime import load
+from mhcgen.runtime import cache, load
+
+RANKS = 2
 
 
-def main(rank, file, folder):
-    dist.init_process_group(
-        "gloo", init_method=f"file://{file}", rank=rank, world_size=2
-    )
-    try:
-        load(folder if rank == 0 else folder + "/missing")
-    except RuntimeError as error:
-        Path(f"{file}.{rank}").write_text(str(error))
-    dist.barrier()
+def main(rank, file, *folders):
+    start(rank, file)
+    folder = Path(folders[rank])
+    attempt(rank, "missing", folder / ("missing" * rank), None)
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 2
+    torch.cuda.get_device_capability = lambda device: (9, 0)
+    attempt(rank, "device", folder, f"cuda:{2 * rank}")
+    attempt(rank, "type", folder, 0.5 if rank else "cuda:0")
+    version = cache.metadata.version
+    if rank:
+        cache.metadata.version = lambda name: version(name) + ".other"
+    attempt(rank, "release", folder, "cuda:0")
+    cache.metadata.version = version
+    if rank:
+        with (folder / "mixes.py").open("a") as file:
+            file.write("# changed")
+    attempt(rank, "sources", folder, "cuda:0")
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    mp.spawn(main, tuple(sys.argv[1:]), nprocs=2)
+def attempt(rank, fault, folder, device):
+    try:
+        load(folder, device=device)
+    except (RuntimeError, ValueError) as error:
+        line = str(error).replace("\\n", " | ")
+        print_line(rank, fault, type(error).__name__, line)
 """
 
 
-def test_loading_fails_on_all_ranks_at_once(tmp_path: Path, glm53_plan: Plan) -> None:
-    """A rank without the package does not leave the other waiting."""
+def test_loading_fails_on_all_ranks_at_once(tmp_path: Path) -> None:
+    """Whatever is wrong on one of them, it does not leave the other waiting."""
     if torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU")
-    package = tmp_path / "glm53"
-    package.mkdir()
-    write_files(package, render(glm53_plan))
-    script = tmp_path / "load.py"
-    script.write_text(LOAD)
-    subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "store"), str(package)],
-        check=True,
-        timeout=120,
-    )
+    plan = make_plan(load_spec(resource("specs") / "glm53_tp2.yaml").spec)
+    folders = [tmp_path / str(rank) / "glm53_tp2" for rank in range(2)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        write_files(folder, render(plan, formatting=False))
+    lines = run_ranks(tmp_path, LOAD, *map(str, folders)).splitlines()
+    different = "ValueError the ranks do not load the same package"
     for rank in range(2):
-        error = (tmp_path / f"store.{rank}").read_text()
-        assert "rank 0: RuntimeError: no CUDA device is available" in error
-        assert "rank 1: FileNotFoundError" in error
+        missing, device, kind, release, sources = [
+            line.removeprefix(f"{rank} ")
+            for line in lines
+            if line.startswith(f"{rank} ")
+        ]
+        assert missing.startswith("missing RuntimeError loading")
+        assert "rank 0: RuntimeError: no CUDA device is available" in missing
+        assert "rank 1: FileNotFoundError" in missing
+        assert device.startswith("device RuntimeError loading")
+        assert device.endswith(
+            "glm53_tp2 failed | rank 1: ValueError: device is 'cuda:2'; it must be a "
+            "CUDA device, 'cuda:0' to 'cuda:1', or its index, or None for the current "
+            "one"
+        )
+        assert "rank 1: ValueError: device is 0.5; it must be" in kind
+        assert release.startswith(f"release {different}, ")
+        assert sources.startswith(f"sources {different}, ")
+
+
+@pytest.mark.parametrize(
+    "device",
+    ["cuda:2", "cuda:9", "cpu", "cuda:-1", "gpu", 2, -1, 300, 2**70, 1.5, True],
+)
+def test_devices_that_are_refused(
+    monkeypatch: pytest.MonkeyPatch, device: object
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    allowed = r"a CUDA device, 'cuda:0' to 'cuda:1', or its index, or None"
+    message = rf"^device is {re.escape(repr(device))}; it must be {allowed}"
+    with pytest.raises(ValueError, match=message):
+        loader.resolve_device(device)
+
+
+def test_devices_that_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    second = torch.device("cuda", 1)
+    for device in (None, "cuda", "cuda:1", second):
+        assert loader.resolve_device(device) == second
+    assert loader.resolve_device("cuda:0") == torch.device("cuda", 0)
 
 
 MEET = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .cache import releases, sources
 from .compiler import check_dsl, compile_package
 from .host import FusedBoundary
 from .launcher import Launcher
@@ -37,7 +37,9 @@ def load(
 ) -> FusedBoundary:
     """Loads the package in a folder: collective over the group.
 
-    A package for one rank needs no group, and loads without the other processes.
+    Processes outside of the group take no part. Ranks agree by way of their CPUs, and
+    no group is made for it. A package for one rank needs no group, and loads without
+    the other processes.
 
     Args:
         path: The package's folder.
@@ -47,7 +49,8 @@ def load(
             every rank has a multicast mapping.
 
     Raises:
-        ValueError: The ranks load different packages.
+        ValueError: The ranks load different packages, or compile them by different
+            releases.
         RuntimeError: On every rank, if loading failed on any; it names each failure.
     """
     return load_package(Path(path), group, device, transport)
@@ -105,7 +108,7 @@ def load_package(
     assert group is not None
     plan: list[Loading] = []
 
-    def prepare() -> tuple[str, str, str]:
+    def prepare() -> tuple[str, ...]:
         loading = Loading.of(package, device)
         constants = loading.constants
         size = dist.get_world_size(group)
@@ -115,15 +118,15 @@ def load_package(
                 f"{constants.TP}: build it with parallel.tp {size}"
             )
         plan.append(loading)
-        return package_identity(constants), loading.arch, transport
+        code = sources(loading.kernels)
+        identity = package_identity(constants)
+        return identity, code, *releases(), loading.arch, transport
 
-    # Votes move through the current device where the group has GPUs only.
-    with current(device):
-        votes = agree(group, f"loading {package}", prepare)
+    votes = agree(group, f"loading {package}", prepare)
     if len(set(votes)) > 1:
         raise ValueError(
-            "the ranks do not load the same package for the same architecture and "
-            f"transport: {votes}"
+            "the ranks do not load the same package, with the same releases, for the "
+            f"same architecture and transport: {votes}"
         )
     loading = plan[0]
     with torch.cuda.device(loading.device):
@@ -280,18 +283,8 @@ class Loading:
         )
 
 
-def current(
-    device: torch.device | str | int | None,
-) -> AbstractContextManager[Any]:
-    """Makes a device current; does nothing for what is none, which is refused later."""
-    try:
-        return torch.cuda.device(resolve_device(device))
-    except (RuntimeError, ValueError):
-        return nullcontext()
-
-
 def package_identity(constants: ModuleType) -> str:
-    """What ranks must have in common: every constant of the package."""
+    """Every constant of a package: what its ranks must have in common, beside code."""
     return repr(
         sorted((key, value) for key, value in vars(constants).items() if key.isupper())
     )
@@ -301,18 +294,29 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
     """A CUDA device with its index; None is the current one.
 
     Raises:
-        ValueError: It is no CUDA device.
+        ValueError: It is no CUDA device, or this machine has no such one.
         RuntimeError: There is no GPU.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("no CUDA device is available: the kernels run on GPUs only")
     if device is None:
         return torch.device("cuda", torch.cuda.current_device())
-    resolved = torch.device(device)
+    last = torch.cuda.device_count() - 1
+    refusal = (
+        f"device is {device!r}; it must be a CUDA device, 'cuda:0' to 'cuda:{last}', "
+        "or its index, or None for the current one"
+    )
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(refusal) from error
     if resolved.type != "cuda":
-        raise ValueError(f"device is {device}; it must be a CUDA device")
+        raise ValueError(refusal)
     if resolved.index is None:
         return torch.device("cuda", torch.cuda.current_device())
+    # What is given: torch keeps eight bits of it.
+    if not 0 <= (device if isinstance(device, int) else resolved.index) <= last:
+        raise ValueError(refusal)
     return resolved
 
 
