@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda.bindings import driver
 
 from mhcgen.runtime import mailbox
 
@@ -19,6 +20,7 @@ class Machine:
         self.log: list[str] = []
         self.handle = 0
         self.capturing = False
+        self.capture = 1  # the number of the capture
         self.stuck: str | None = None  # the kernel that never ends
         self.made = 0
         self.recorded = 0
@@ -74,6 +76,13 @@ def machine_in(monkeypatch: pytest.MonkeyPatch) -> Machine:
         cuda, "current_stream", lambda device=None: machine.stream(machine.handle)
     )
     monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: machine.capturing)
+    for name in ("cuStreamGetCaptureInfo", "cuStreamGetCaptureInfo_v3"):
+        monkeypatch.setattr(
+            driver,
+            name,
+            lambda stream: (driver.CUresult(0), None, machine.capture, None),
+            raising=False,
+        )
     monkeypatch.setattr(
         torch._C,
         "_cuda_getCurrentRawStream",

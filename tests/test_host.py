@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda.bindings import driver
 
 from mhcgen.bench import contenders
 from mhcgen.bench import machine as gpus
@@ -28,6 +29,7 @@ from mhcgen.runtime import loader, warm_up
 from mhcgen.runtime.arguments import BoundaryInput, Checks
 from mhcgen.runtime.host import FusedBoundary
 from mhcgen.runtime.launcher import Launcher
+from mhcgen.runtime.side_stream import capture_of
 from mhcgen.runtime.warm_up import warm_up_together
 from mhcgen.spec_file import load_spec
 from tests.stand_ins import Machine, machine_in, mailbox_of
@@ -546,6 +548,76 @@ def test_a_capture_refuses_pending_mixes_and_takes_joined_ones(
     assert launches(done) == [PUBLISHING, "mixes"]
     # The eager mixes are not waited for in the capture, its own ones are.
     assert [line.startswith("5 waits") for line in done].index(True) == len(done) - 1
+
+
+def test_a_capture_refuses_what_another_did_not_join(
+    machine: Machine, boundary: FusedBoundary
+) -> None:
+    """Its event is of a capture that is over, or of one beside: nobody can wait."""
+    machine.capturing = True
+    for handle in (0, 5):
+        machine.capture, machine.handle = 1, 0
+        boundary(**arguments(2))
+        machine.done()
+        machine.capture, machine.handle = 2, handle
+        for call in (lambda: boundary(**arguments(2)), boundary.join):
+            with pytest.raises(RuntimeError, match=r"call join\(\) before the capture"):
+                call()
+        assert machine.done() == []
+        machine.capturing = False
+        boundary.join()
+        assert machine.done() == []
+        machine.capturing = True
+
+
+def test_a_capture_takes_what_another_joined(
+    machine: Machine, boundary: FusedBoundary
+) -> None:
+    """A replay of that one is complete in itself: there is nothing to wait for."""
+    machine.capturing = True
+    boundary(**arguments(2))
+    boundary.join()
+    machine.done()
+    machine.capture, machine.handle = 2, 5
+    boundary(**arguments(2))
+    done = machine.done()
+    assert launches(done) == [PUBLISHING, "mixes"]
+    assert waits(done, 5) == 0
+    boundary.join()
+    assert waits(machine.done(), 5) == 1
+    assert machine.recorded == 0
+
+
+def test_streams_of_one_capture_wait_for_each_other(
+    machine: Machine, boundary: FusedBoundary
+) -> None:
+    machine.capturing = True
+    boundary(**arguments(2))
+    machine.done()
+    machine.handle = 5
+    boundary(**arguments(2))
+    assert waits(machine.done(), 5) == 1
+
+
+def test_what_the_driver_says_of_a_capture(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a word of it, all captures are the same."""
+    stream = machine.stream(5)
+    assert capture_of(stream) is None
+    machine.capturing, machine.capture = True, 7
+    assert capture_of(stream) == 7
+
+    def lossy(stream: Any) -> tuple[Any, ...]:
+        return (driver.CUresult.CUDA_ERROR_INVALID_VALUE, None, None, None)
+
+    def missing(stream: Any) -> tuple[Any, ...]:
+        raise RuntimeError('Function "cuStreamGetCaptureInfo_v3" not found')
+
+    for query in (lossy, missing):
+        name = "cuStreamGetCaptureInfo_v3"
+        monkeypatch.setattr(driver, name, query, raising=False)
+        assert capture_of(stream) == 0
 
 
 def test_the_stream_is_looked_up_once(

@@ -16,13 +16,13 @@ class PendingMixes:
     the call. ``record_stream`` on each would make every later allocation poll events.
 
     Attributes:
-        captured: The call was captured in a graph.
+        capture: The graph capture that the call was part of; None outside of any.
         stream: The stream of the call.
         tensors: What the mixes kernel reads and writes.
         joined: The stream that ``join()`` was last called on since.
     """
 
-    captured: bool
+    capture: int | None
     stream: torch.cuda.Stream
     tensors: tuple[torch.Tensor, ...]
     joined: torch.cuda.Stream | None = None
@@ -59,8 +59,7 @@ class SideStream:
         stream = self._current_stream()
         self._boundary_done.record(stream)
         self._boundary_done.wait(self.stream)
-        captured = torch.cuda.is_current_stream_capturing()
-        self.pending = PendingMixes(captured, stream, tensors)
+        self.pending = PendingMixes(capture_of(stream), stream, tensors)
         mixes(self.stream.cuda_stream)
         self._mixes_done.record(self.stream)
 
@@ -96,15 +95,16 @@ class SideStream:
         """Makes the current stream wait for pending mixes, if it does not yet."""
         pending = self.pending
         assert pending is not None
-        captured = torch.cuda.is_current_stream_capturing()
-        if captured == pending.captured:
+        capture = capture_of(stream)
+        joined = pending.joined is not None
+        if capture == pending.capture:
             if pending.joined is not stream:
                 self._mixes_done.wait(stream)
-        elif pending.captured:
-            # The capture is over: with a join in it, a replay is complete in itself;
+        elif pending.capture is not None and (joined or capture is None):
+            # That capture is over: with a join in it, a replay is complete in itself;
             # without one, torch refused the graph.
             self.pending = None
-        elif pending.joined is None:
+        elif not joined:
             raise RuntimeError(
                 "the mixes of a call before this graph capture are outstanding: call "
                 "join() before the capture begins"
@@ -129,5 +129,24 @@ class SideStream:
     def __del__(self) -> None:
         """Keeps memory that the side stream may still use from being reused early."""
         pending = getattr(self, "pending", None)
-        if pending is not None and not pending.captured:
+        if pending is not None and pending.capture is None:
             self._record(pending)
+
+
+def capture_of(stream: torch.cuda.Stream) -> int | None:
+    """The number of the capture that the current stream is in; None outside of any.
+
+    No other capture of the process has it. Where the driver does not tell, all captures
+    have the same.
+    """
+    if not torch.cuda.is_current_stream_capturing():
+        return None
+    from cuda.bindings import driver
+
+    # That of CUDA 12 without a version refuses streams with programmatic launches.
+    query = getattr(driver, "cuStreamGetCaptureInfo_v3", driver.cuStreamGetCaptureInfo)
+    try:
+        status, _, number, *_ = query(driver.CUstream(stream.cuda_stream))
+    except RuntimeError:  # an old driver lacks it
+        return 0
+    return 0 if int(status) else int(number)

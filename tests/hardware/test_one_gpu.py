@@ -315,13 +315,31 @@ def test_capture_after_a_join(ranks: Any) -> None:
     assert_matches(outputs[0], inputs.boundary(CONSTANTS))
 
 
-def test_a_call_that_broke_off_is_noticed(ranks: Any) -> None:
-    """After an interrupt between publish and boundary no call is accepted."""
+def test_a_capture_after_another(ranks: Any) -> None:
+    """On streams of their own: the second does not wait for an event of the first."""
+    inputs = inputs_for(3, seed=35)
+    joined(ranks)
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    outputs = []
+    for graph in graphs:
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+            outputs.append(call_all(ranks, inputs))
+            for rank in ranks:
+                rank.join()
+    for graph in graphs:
+        graph.replay()
+    joined(ranks)
+    for made in outputs:
+        assert_matches(made[0], inputs.boundary(CONSTANTS))
+
+
+def test_rows_that_wait_to_be_consumed_stop_a_call(ranks: Any) -> None:
+    """After a publish alone, only what consumes it is accepted."""
     inputs = inputs_for(4, seed=34)
     arguments = shared_arguments(inputs)
     for rank, part in zip(ranks, inputs.parts, strict=True):
         rank.publish(part)
-    with pytest.raises(RuntimeError, match="load the package again on all ranks"):
+    with pytest.raises(RuntimeError, match=r"call consume\(\) or consume_exit"):
         ranks[0](inputs.parts[0], *arguments)
     with pytest.raises(ValueError, match="3 tokens, and 4 were published"):
         ranks[0].consume(*(tensor[:3] for tensor in arguments[:3]), *arguments[3:])
