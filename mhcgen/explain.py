@@ -17,6 +17,7 @@ from mhcgen.plan import (
     FRAGMENT_ELEMENTS,
     GENERATIONS,
     MANY_WORDS,
+    MAY_SPILL,
     PUBLISH_THREADS,
     Plan,
     TargetPlan,
@@ -388,6 +389,8 @@ def _registers(plan: Plan) -> str:
 
 def _may_spill(target: TargetPlan) -> str:
     if not target.may_spill:
+        if any(row.blocks > 1 for row in target.token_groups):
+            return f"bytes of a thread; {MAY_SPILL} where two blocks share registers"
         return "bytes of a thread: no kernel spills"
     if target.plan.fn_home == "global":
         return "bytes of a boundary's thread: fn is loaded as far ahead as it can be"

@@ -39,6 +39,7 @@ MBARRIER_BYTES = 8
 FINALIZING_GROUP = 3  # tokens of a cluster whose boundary also closes routed sums
 FEW_TOKENS = 2  # whose pre-mix each lane of a boundary computes for itself
 MOST_AT_ONCE = 5  # fragments whose arrival a thread awaits together
+MOST_AT_ONCE_OF_TWO = 4  # where two blocks share a multiprocessor: five spill
 RESERVED_SHARED_BYTES = 1024  # of a block, by the driver
 # Registers that the compiler does without where two blocks are to share a
 # multiprocessor, and spills none: measured on DSL 4.8.1.
@@ -269,6 +270,13 @@ class TargetPlan:
         full = plan.fn_home == "registers" or plan.projection == "fma"
         tight = full and self.register_limit <= FEW_REGISTERS
         return MAY_SPILL if ahead or tight else 0
+
+    def may_spill_of(self, row: TokenGroup) -> int:
+        """As ``may_spill``, of the kernels of a dispatch row.
+
+        Two blocks leave their threads few registers: measured up to eight bytes.
+        """
+        return MAY_SPILL if row.blocks > 1 else self.may_spill
 
     def shared_bytes(self, group: int, fn_octets: int | None = None) -> int:
         """Shared memory of one boundary block that takes ``group`` tokens.
@@ -1064,18 +1072,22 @@ def boundary_registers(
 
 
 def fragments_at_once(
-    plan: Plan, group: int, limit: int, fn_octets: int | None = None
+    plan: Plan,
+    group: int,
+    limit: int,
+    fn_octets: int | None = None,
+    most: int = MOST_AT_ONCE,
 ) -> int:
     """Fragments that a thread takes at once, of those of its ``group`` tokens.
 
-    As many as registers allow, and about as many each time.
+    As many as registers and ``most`` allow, and about as many each time.
     """
     items = group * plan.trips
     # In trips, collapsed fragments take registers as well.
-    numbers = range(1, MOST_AT_ONCE + 1) if plan.trips == 1 else (1, 2)
+    numbers = range(1, most + 1) if plan.trips == 1 else (1, 2)
     fitting = [n for n in numbers if boundary_registers(plan, n, fn_octets) <= limit]
-    most = max(fitting, default=1)
-    return -(-items // -(-items // most))
+    together = max(fitting, default=1)
+    return -(-items // -(-items // together))
 
 
 def projection_registers(plan: Plan, group: int, fn_octets: int | None = None) -> int:
@@ -1208,14 +1220,15 @@ def plan_group(
     blocks = blocks_together(target, group, fn_octets)
     if launches is None:
         launches = 1 if launches_fault(target, max_tokens, group, blocks) is None else 2
-    limit = target.register_limit
+    limit, most = target.register_limit, MOST_AT_ONCE
     if blocks > 1:
         limit = register_limit(blocks * target.launched_threads) + BOUND_SAVES
+        most = MOST_AT_ONCE_OF_TWO
     held = plan.held_octets(fn_octets)
     return TokenGroup(
         max_tokens=max_tokens,
         group=group,
-        at_once=fragments_at_once(plan, group, limit, fn_octets),
+        at_once=fragments_at_once(plan, group, limit, fn_octets, most),
         shared_bytes=target.shared_bytes(group, fn_octets),
         fn_octets=held,
         split=held < plan.held_octets(),

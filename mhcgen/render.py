@@ -213,7 +213,7 @@ def kernel_rows(target: TargetPlan) -> tuple[KernelRow, ...]:
             threads,
             row.shared_bytes,
             row.group,
-            target.may_spill,
+            target.may_spill_of(row),
         )
         for name, row in boundaries
     ]

@@ -245,6 +245,10 @@ def test_fn_may_be_split_so_that_two_blocks_share_a_multiprocessor() -> None:
     kernels = ["1", "2_split", "3_split", "9", "9_split"]
     assert [row.kernel for row in target.forms] == kernels
     assert [row.kernel for row in target.publishing] == ["1", "2_split", "9", "9_split"]
+    # Two blocks leave a thread 128 registers.
+    assert target.may_spill == 0
+    assert [target.may_spill_of(row) for row in target.forms] == [0, 64, 0, 0, 64]
+    assert max(row.at_once for row in target.forms if row.blocks > 1) <= 4
     whole = 8 * WARP * 24 * FRAGMENT_BYTES
     assert [target.fn_bytes(held) for held in (3, 2, 0)] == [0, whole // 3, whole]
     for row in target.token_groups:

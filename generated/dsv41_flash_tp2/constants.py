@@ -181,7 +181,7 @@ TARGETS = {
             TokenGroup(42, 6, 3, 47568, 3, 1, 1, False),
             TokenGroup(49, 7, 4, 55488, 3, 1, 1, False),
             TokenGroup(56, 8, 4, 63408, 3, 1, 1, False),
-            TokenGroup(105, 5, 5, 72416, 2, 2, 1, False),
+            TokenGroup(105, 5, 3, 72416, 2, 2, 1, False),
             TokenGroup(147, 7, 4, 88256, 2, 2, 1, False),
             TokenGroup(256, 7, 4, 88256, 2, 2, 2, False),
         ),

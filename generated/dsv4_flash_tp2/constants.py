@@ -180,9 +180,9 @@ TARGETS = {
             TokenGroup(105, 7, 4, 54256, 3, 1, 1, False),
             TokenGroup(120, 8, 4, 62000, 3, 1, 1, False),
             TokenGroup(130, 10, 5, 77504, 3, 1, 1, False),
-            TokenGroup(150, 5, 5, 71536, 2, 2, 1, False),
+            TokenGroup(150, 5, 3, 71536, 2, 2, 1, False),
             TokenGroup(210, 7, 4, 87024, 2, 2, 1, False),
-            TokenGroup(256, 9, 5, 102528, 2, 2, 1, False),
+            TokenGroup(256, 9, 3, 102528, 2, 2, 1, False),
         ),
     ),
     "sm_100a": Target(
