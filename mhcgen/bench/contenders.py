@@ -314,6 +314,8 @@ def floor_of(package: Loaded) -> Callable[[Inputs], Call]:
 
         box = package.launcher.mailbox
         kernel = Floor(package.module, box.transport == "multicast")
+        if kernel.has_idle_threads:
+            raise UnavailableError("only for rows that all threads have a fragment of")
         device = torch.cuda.get_device_properties(inputs.machine.device)
         room = BLOCKS_PER_MULTIPROCESSOR * device.multi_processor_count
         if kernel.blocks(inputs.m) > room:

@@ -30,6 +30,12 @@ class Floor:
         self.multicast = multicast
         self.destinations = self.publish.destinations
 
+    @property
+    def has_idle_threads(self) -> bool:
+        """Whether some threads would have no fragment: then the kernel does not fit."""
+        c = self.constants
+        return bool(c.PUBLISH_BLOCKS * c.PUBLISH_THREADS > c.FRAGMENTS)
+
     def blocks(self, m: int) -> int:
         """Blocks of a launch for ``m`` tokens."""
         return int(self.constants.PUBLISH_BLOCKS * m)
@@ -72,12 +78,13 @@ class Floor:
         y: cute.Tensor,
         rank: Int32,
     ) -> None:
-        """Takes one fragment through step 1; threads beyond the row have none."""
+        """Takes one fragment through step 1."""
         cute.arch.griddepcontrol_launch_dependents()
         block, token, _ = cute.arch.block_idx()
         thread = cute.arch.thread_idx()[0]
-        fragment = block * self.constants.PUBLISH_THREADS + thread
-        column = fragment * self.constants.FRAGMENT_BYTES
+        column = (
+            block * self.constants.PUBLISH_THREADS + thread
+        ) * self.constants.FRAGMENT_BYTES
         row = Int64(token * self.constants.ROW_BYTES + column)
         addresses = [mailboxes[index] for index in range(self.destinations)]
 
@@ -86,26 +93,23 @@ class Floor:
         cute.arch.griddepcontrol_wait()
         generation = self.ptx.load_int_relaxed(state.iterator.toint())
         stage = generation * self.constants.GENERATION_BYTES
-        if fragment < self.constants.FRAGMENTS:
-            words = self.ptx.load_fragment(x.iterator.toint() + row)
-            offset = Int64(stage + rank * self.constants.SLOT_BYTES) + row
-            self.steps.publish_fragment(words, addresses, offset, self.multicast)
+        words = self.ptx.load_fragment(x.iterator.toint() + row)
+        offset = Int64(stage + rank * self.constants.SLOT_BYTES) + row
+        self.steps.publish_fragment(words, addresses, offset, self.multicast)
 
-            slots = [
-                mailbox.iterator.toint()
-                + Int64(stage + peer * self.constants.SLOT_BYTES)
-                + row
-                for peer in range(self.constants.TP)
-            ]
-            count = self.constants.FRAGMENT_WORDS
-            places = [(True, slot) for slot in slots]
-            arrived = self.steps.poll(
-                places, self.steps.load_rows(places, count), count
-            )
-            total = self.steps.sum_ranks(arrived, count)
-            self.ptx.store_fragment(y.iterator.toint() + row, self.steps.pack(total))
-            for slot in slots:
-                self.ptx.store_fragment(slot, [self.steps.SENTINEL_PAIR] * count)
+        slots = [
+            mailbox.iterator.toint()
+            + Int64(stage + peer * self.constants.SLOT_BYTES)
+            + row
+            for peer in range(self.constants.TP)
+        ]
+        count = self.constants.FRAGMENT_WORDS
+        places = [(True, slot) for slot in slots]
+        arrived = self.steps.poll(places, self.steps.load_rows(places, count), count)
+        total = self.steps.sum_ranks(arrived, count)
+        self.ptx.store_fragment(y.iterator.toint() + row, self.steps.pack(total))
+        for slot in slots:
+            self.ptx.store_fragment(slot, [self.steps.SENTINEL_PAIR] * count)
 
         # The last block to arrive advances the generation: all have read it.
         cute.arch.sync_threads()

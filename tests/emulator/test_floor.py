@@ -1,6 +1,7 @@
 """The floor kernel of the benchmark, executed for all ranks."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from mhcgen import reference
 from mhcgen.bench import floor
+from mhcgen.bench.contenders import UnavailableError, floor_of
 from mhcgen.build import write_files
 from mhcgen.emulator.machine import Geometry, Program
 from mhcgen.emulator.package import (
@@ -27,37 +29,43 @@ from mhcgen.verify.on_cpu import as_numpy, as_torch
 ARCH = "sm_90a"
 
 
-def with_hidden(plan: Plan, hidden: int) -> Plan:
-    """The plan of the same spec with rows of another width."""
-    data = plan.spec.model_dump(mode="json")
-    data["model"]["hidden"] = hidden
-    data["targets"] = {ARCH: {}}
-    return make_plan(Spec.model_validate(data))
-
-
-# Of 72 columns, most threads have none.
-@pytest.fixture(
-    scope="module", params=[("unicast", 512), ("multicast", 512), ("unicast", 72)]
-)
+@pytest.fixture(scope="module", params=["unicast", "multicast"])
 def floored(
     request: Any, narrow_plan: Plan, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[EmulatedPackage, str]:
     """A package of the floor kernel alone, and its transport."""
-    transport, hidden = request.param
-    plan = with_hidden(narrow_plan, hidden)
-    folder = tmp_path_factory.mktemp("floor") / f"narrow_{transport}_{hidden}"
+    folder = tmp_path_factory.mktemp("floor") / f"narrow_{request.param}"
     folder.mkdir()
-    write_files(folder, render(plan, formatting=False))
+    write_files(folder, render(narrow_plan, formatting=False))
     name = import_package(folder)
-    kernel = floor.Floor(name, transport == "multicast")
+    kernel = floor.Floor(name, request.param == "multicast")
     dump = tmp_path_factory.mktemp("ptx")
     compile_kernel(kernel, "floor", ARCH, f"--keep-ptx --dump-dir {dump}")
     (ptx,) = dump.glob("*.ptx")
     code = host_code(Path(floor.__file__).read_text())
     package = EmulatedPackage(
-        plan, ARCH, {"floor": Program.of(read_kernel(ptx))}, {"floor": code}
+        narrow_plan, ARCH, {"floor": Program.of(read_kernel(ptx))}, {"floor": code}
     )
-    return package, transport
+    return package, request.param
+
+
+def test_rows_that_leave_threads_idle_have_none(
+    narrow_plan: Plan, tmp_path: Path
+) -> None:
+    """It would go on beyond them."""
+    data = narrow_plan.spec.model_dump(mode="json")
+    data |= {"name": "narrowest", "targets": {ARCH: {}}}
+    data["model"]["hidden"] = 72
+    folder = tmp_path / "narrowest"
+    folder.mkdir()
+    write_files(folder, render(make_plan(Spec.model_validate(data)), formatting=False))
+    mailbox = SimpleNamespace(transport="unicast")
+    package: Any = SimpleNamespace(
+        module=import_package(folder), launcher=SimpleNamespace(mailbox=mailbox)
+    )
+    inputs: Any = SimpleNamespace(m=1)
+    with pytest.raises(UnavailableError, match="only for rows that all threads have"):
+        floor_of(package)(inputs)
 
 
 @pytest.mark.parametrize("seed", range(3))
