@@ -7,6 +7,7 @@ parser reports its events, so that nothing is ever expanded or constructed.
 
 import codecs
 import difflib
+import os
 import re
 import stat
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ MAX_NUMBER = 64  # characters
 _UNSAFE = re.compile(
     "[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 )
+_DIRECTIVE = re.compile("(?<![^\r\n\x85\u2028\u2029])%YAML[^\r\n]*")
 _STANDARD_TAGS = "tag:yaml.org,2002:"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -135,8 +137,11 @@ def read_text(path: Path, kind: str = "spec", pattern: str = "*.yaml") -> str:
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
+            found = _found_in(path, pattern)
             raise _unusable(
-                path, f"{_kind(mode)}, not a file", hint=_found_in(path, pattern)
+                path,
+                f"{_kind(mode)}, not a file",
+                hint=f"it holds {found}" if found else None,
             )
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -208,22 +213,15 @@ class _Builder:
 
     def document(self) -> Node:
         self._next()  # the start of the stream
-        start = self._next()
+        try:
+            start = self._next()
+        except AssertionError:  # of a version that the parser has never heard of
+            raise _FatalError(*self._other_version()) from None
         if not isinstance(start, DocumentStartEvent):
             comments = "only comments" if self._text.strip() else "empty"
             raise _FatalError((1, 1), Problem((), f"the file is {comments}"))
         if start.version not in (None, (1, 2)):
-            directive = re.search("^%YAML.*", self._text, re.MULTILINE)
-            assert directive is not None
-            problem = Problem(
-                (),
-                "a directive for another version of YAML",
-                given=shortened(directive[0].strip()),
-                allowed="YAML 1.2",
-                hint="remove the line",
-            )
-            position = _end_of(self._text[: directive.start()])
-            self.problems.append((position, problem))
+            self.problems.append(self._other_version())
         root = self._node(self._next(), ())
         self._next()  # the end of the document
         second = self._next()
@@ -233,6 +231,18 @@ class _Builder:
                 Problem((), "a second document", hint="one spec per file"),
             )
         return root
+
+    def _other_version(self) -> tuple[Position, Problem]:
+        directive = _DIRECTIVE.search(self._text)
+        assert directive is not None
+        problem = Problem(
+            (),
+            "a directive for another version of YAML",
+            given=shortened(directive[0].strip()),
+            allowed="YAML 1.2",
+            hint="remove the line",
+        )
+        return _end_of(self._text[: directive.start()]), problem
 
     def where(self, error: Exception) -> Position:
         """The place that an error of the parser names, or the last one read."""
@@ -420,19 +430,20 @@ def _kind(mode: int) -> str:
 
 
 def _found_in(folder: Path, pattern: str) -> str | None:
-    """A hint that names some files of a folder."""
-    names = _names_in(folder, pattern)
-    return f"it holds {', '.join(names[:3])}" if names else None
+    """The names of some files of a folder; None if it has none."""
+    return ", ".join(_names_in(folder, pattern)[:3]) or None
 
 
 def _similar_to(path: Path, pattern: str) -> str:
     """A hint for the name of a file that is not there."""
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         return f"there is no folder {shortened(str(path.parent))} either"
     close = difflib.get_close_matches(path.name, _names_in(path.parent, "*"), 3)
     if close:
         return f"did you mean {' or '.join(map(shortened, close))}?"
-    return _found_in(path.parent, pattern) or f"its folder holds no {pattern}"
+    here = path.parent == Path()
+    folder = "the current folder" if here else shortened(str(path.parent))
+    return f"{folder} holds {_found_in(path.parent, pattern) or f'no {pattern}'}"
 
 
 def _names_in(folder: Path, pattern: str) -> list[str]:

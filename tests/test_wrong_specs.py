@@ -804,6 +804,16 @@ WRONG = [
         "1:7: name: a reserved word",
         f"    given json; allowed: {FREE}; nearest: json_mhc",
     ),
+    *(
+        wrong(
+            f"YAML {version}",
+            "name: glm53",
+            f"%YAML {version}\n---\nname: glm53",
+            "1:1: a directive for another version of YAML",
+            f"    given %YAML {version}; allowed: YAML 1.2; remove the line",
+        )
+        for version in ("1.0", "1.3")
+    ),
     wrong(
         "name of a device",
         "name: glm53",
@@ -1263,11 +1273,15 @@ def make_nothing() -> None:
             "spec.yaml",
             "spec.yaml: no such file did you mean specs.yaml?",
         ),
-        (make_strangers, "spec.yaml", "spec.yaml: no such file it holds glm53.yaml"),
+        (
+            make_strangers,
+            "spec.yaml",
+            "spec.yaml: no such file the current folder holds glm53.yaml",
+        ),
         (
             make_nothing,
             "spec.yaml",
-            "spec.yaml: no such file its folder holds no *.yaml",
+            "spec.yaml: no such file the current folder holds no *.yaml",
         ),
         (
             make_nothing,
@@ -1288,7 +1302,7 @@ def make_nothing() -> None:
         (
             make_nothing,
             "\x1b[31mred.yaml",
-            "\\x1b[31mred.yaml: no such file its folder holds no *.yaml",
+            "\\x1b[31mred.yaml: no such file the current folder holds no *.yaml",
         ),
         (
             make_nothing,
