@@ -36,7 +36,13 @@ NormWeight = Literal["plain", "plus_one", "none"]
 
 RESERVED_NAMES = frozenset(
     # No module can have these names, or it would hide one that packages import.
-    {*keyword.kwlist, *sys.stdlib_module_names, "cutlass", "mhcgen", "torch"}
+    {*keyword.kwlist, *sys.stdlib_module_names, "mhcgen"}
+    | {"cuda", "cutlass", "nvidia_cutlass_dsl", "torch", "tvm_ffi"}
+    # Nor one that those import, at once or for some of what they do.
+    | {"cupy", "cython_runtime", "filelock", "fsspec", "functorch", "jax", "jinja2"}
+    | {"markupsafe", "ml_dtypes", "mpmath", "networkx", "numpy", "nvidia", "packaging"}
+    | {"pkg_resources", "setuptools", "sympy", "torch_c_dlpack_ext", "torchgen"}
+    | {"triton", "typing_extensions", "yaml"}
     # No file can have these names on Windows, where engines are checked out too.
     | {"con", "prn", "aux", "nul"}
     | {f"{port}{number}" for port in ("com", "lpt") for number in range(1, 10)}

@@ -39,8 +39,12 @@ def load_spec(path: Path) -> SpecSource:
     """
     text = read_text(path)
     document = parse(path, text)
+    data = document.root.data()
+    moe, is_there = document.root.nearest(("moe",))
+    if is_there and moe.written == "nothing" and isinstance(data, dict):
+        data["moe"] = {}  # as of any section; null, written out, is no experts
     try:
-        spec = Spec.model_validate(document.root.data())
+        spec = Spec.model_validate(data)
     except ValidationError as error:
         raise SpecError(path, problems_of(error, document)) from None
     if document.problems:

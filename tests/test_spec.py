@@ -5,6 +5,8 @@ import keyword
 import pickle
 import random
 import re
+import subprocess
+import sys
 import time
 from io import StringIO
 from pathlib import Path
@@ -116,7 +118,6 @@ def test_what_may_be_left_out(file: Path) -> None:
         "ends:",
         "ends: {exit: null}",
         "outputs: {}",
-        "moe:",
         "moe: null",
         "targets:",
         "targets: {sm_103a: , sm_90a: , sm_100a: }",
@@ -129,6 +130,7 @@ def test_an_empty_section_is_as_good_as_none(file: Path, line: str) -> None:
 
 
 def test_an_empty_moe_mapping_asks_for_finalize(file: Path) -> None:
+    assert read(file, SMALLEST + "moe:").spec == read(file, SMALLEST + "moe: {}").spec
     moe = read(file, SMALLEST + "moe: {}").spec.moe
     assert moe is not None
     assert moe.model_dump(mode="json") == {
@@ -225,13 +227,33 @@ def test_groups_up_to_the_largest(file: Path) -> None:
 
 
 def test_a_spec_does_not_change_and_equal_specs_hash_alike(file: Path) -> None:
-    spec, again = read(file, SMALLEST).spec, read(file, SMALLEST + "moe:").spec
+    spec, again = read(file, SMALLEST).spec, read(file, SMALLEST + "ends:").spec
     assert hash(spec) == hash(again)
     assert hash(spec) != hash(read(file, SMALLEST.replace("64", "72")).spec)
     with pytest.raises(ValidationError):
         spec.name = "b"  # type: ignore[misc]
     with pytest.raises(ValidationError):
         spec.model.hidden = 72  # type: ignore[misc]
+
+
+IMPORTED = """
+import sys
+import cutlass.cute.runtime, torch.distributed._symmetric_memory, tvm_ffi
+print(*{name.split(".")[0] for name in sys.modules})
+"""
+
+
+def test_no_package_hides_a_module_that_packages_import(file: Path) -> None:
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", IMPORTED], capture_output=True, text=True
+    )
+    names = {name for name in found.stdout.split() if re.match("[a-z]", name)}
+    assert {"torch", "cuda", "numpy"} <= names
+    assert names <= RESERVED_NAMES
+    for name in ("tvm_ffi", "ml_dtypes", "triton"):
+        text = SMALLEST.replace("name: a\n", f"name: {name}\n")
+        with pytest.raises(SpecError, match=r":1:7: name: a reserved word"):
+            read(file, text)
 
 
 def test_targets_have_one_order(file: Path) -> None:
