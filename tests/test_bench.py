@@ -152,6 +152,9 @@ def test_what_is_no_result(tmp_path: Path, content: str, message: str) -> None:
         read_result(path)
     with pytest.raises(MhcgenError, match=r"cannot read .*missing"):
         read_result(tmp_path / "missing.json")
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(MhcgenError, match="is no result of mhcgen bench"):
+        read_result(tmp_path / "pipe.json")
 
 
 def test_ratios() -> None:

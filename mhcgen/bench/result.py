@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,6 +13,25 @@ from typing import Any
 from mhcgen.errors import MhcgenError
 
 DECIMALS = 3
+# A mapping by its keys, str standing for those that have no name; a list by its item.
+NAMED = {str: str}
+SHAPES: dict[str, Any] = {
+    "package": str,
+    "device": str,
+    "gpus": int,
+    "command": str,
+    "microseconds": {str: {str: float}},
+    "spread": {str: {str: (float, float)}},
+    "notes": NAMED,
+    "packages": [
+        {"name": str, "hidden": int, "hc": int, "tp": int, "transport": str, **NAMED}
+    ],
+    "versions": NAMED,
+    "traffic": {str: {"local": int, "link": int}},
+    "host": {str: float},
+    "replays": int,
+    "calls": int,
+}
 
 
 @dataclass(frozen=True)
@@ -75,6 +96,30 @@ def rounded(value: Any) -> Any:
     return round(value, DECIMALS) if isinstance(value, float) else value
 
 
+def check(content: Any, shape: Any) -> None:
+    """Compares a value with a shape, of which SHAPES has some.
+
+    Raises:
+        ValueError, TypeError, AttributeError, LookupError: It is of another shape.
+    """
+    if isinstance(shape, dict):
+        for key in [each for each in shape if each is not str]:
+            check(content[key], shape[key])
+        for key in content.keys() - shape.keys():
+            check(key, str)
+            check(content[key], shape[str])
+    elif isinstance(shape, list):
+        for item in content:
+            check(item, shape[0])
+    elif isinstance(shape, tuple):
+        for item, each in zip(content, shape, strict=True):
+            check(item, each)
+    elif shape is str:
+        content.encode()  # half of a character cannot be drawn
+    elif type(content) not in (int, shape) or not 0 <= content < math.inf:
+        raise ValueError(content)
+
+
 def read_result(path: Path) -> Result:
     """Reads the JSON of a run.
 
@@ -82,14 +127,28 @@ def read_result(path: Path) -> Result:
         MhcgenError: The file cannot be read, or is none that the benchmark wrote.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ValueError(path)  # whoever opens a pipe waits for a writer
         content = json.loads(path.read_text("utf-8"))
-        known = {key: content[key] for key in Result.__annotations__ if key in content}
+        known = {key: content[key] for key in SHAPES if key in content}
+        for key, value in known.items():
+            check(value, SHAPES[key])
         for key in ("microseconds", "spread", "traffic"):
             known[key] = {int(m): row for m, row in content.get(key, {}).items()}
-        return Result(**known)
+        result = Result(**known)
+        times = [time for row in result.microseconds.values() for time in row.values()]
+        if min(*times, *result.microseconds) <= 0:
+            raise ValueError("no time at all")
+        return result
     except OSError as error:
         raise MhcgenError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, TypeError, AttributeError) as error:
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+    ) as error:
         raise MhcgenError(
             f"{path} is no result of mhcgen bench: give a spec, the folder of a "
             "package, or a JSON file that --json wrote"
