@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
+# What no other place would help against.
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
+# What only another place helps against.
+NO_PLACE = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP}
 # What a kernel or a file system answers that cannot exchange two folders.
 NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM}
 MAX_NAMES = 8
@@ -67,12 +71,14 @@ class Package:
 
         Raises:
             BuildError: The target cannot be read.
+            ForeignFilesError: It holds what is no regular file.
         """
         with _as_build_error("read", self.target):
-            present = {
-                path: (self.target / path).read_bytes()
-                for path in _files_in(self.target)
-            }
+            paths = [*_files_in(self.target)]
+        if not all(os.path.isfile(self.target / path) for path in paths):
+            _refuse_foreign(self.target)
+        with _as_build_error("read", self.target):
+            present = {path: (self.target / path).read_bytes() for path in paths}
         wanted = {path: text.encode() for path, text in self.files.items()}
         for path in sorted({*present, *wanted}):
             if present.get(path) != wanted.get(path):
@@ -85,6 +91,7 @@ class Package:
 
         Raises:
             BuildError: The target cannot be read.
+            ForeignFilesError: It holds what is no regular file.
         """
         return not any(True for _ in self.differences())
 
@@ -93,15 +100,19 @@ def write_files(folder: Path, files: Files) -> None:
     """Writes the files of a package into a new folder, down to the disk.
 
     Raises:
-        OSError: A file cannot be written.
+        OSError: A file cannot be written; the error names it.
     """
     for path, text in files.items():
         file = folder / path
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("xb") as stream:
-            stream.write(text.encode())
-            stream.flush()
-            os.fsync(stream.fileno())
+        try:
+            with file.open("xb") as stream:
+                stream.write(text.encode())
+                stream.flush()
+                os.fsync(stream.fileno())
+        except OSError as error:
+            error.filename = str(file)
+            raise
 
 
 def _diff(path: Path, old: bytes | None, new: bytes | None) -> Iterator[str]:
@@ -153,14 +164,16 @@ class Staging:
 
         Raises:
             BuildError: The package cannot be written.
+            MhcgenError: No package can be written there.
             ForeignFilesError: The target is not ours to replace.
         """
         with self._stack:
-            if self._is_settled():
-                return self
-            with _as_build_error("write", self.package.target):
+            with self._as_place_error():
+                if self._is_settled():
+                    return self
                 self._target.parent.mkdir(parents=True, exist_ok=True)
                 self._stack.enter_context(_locked(self._beside(".lock")))
+            with _as_build_error("write", self.package.target):
                 for leftover in self._beside_all("-*"):
                     _recover(leftover, self._target)
             _refuse_foreign(self.package.target)
@@ -170,10 +183,23 @@ class Staging:
             self._stack = self._stack.pop_all()
         return self
 
+    @contextlib.contextmanager
+    def _as_place_error(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            place = f" ({error.filename})" if error.filename else ""
+            text = f"{self.package.out}: {error.strerror}{place}"
+            if error.errno in NO_ROOM:
+                raise BuildError(f"cannot write {text}") from error
+            raise MhcgenError(
+                f"--out {text}; name a folder that can be written"
+            ) from error
+
     def _is_settled(self) -> bool:
         """Whether there is nothing to do, not even after a build that died."""
         # Another build may be swapping the files that are looked at.
-        with contextlib.suppress(BuildError):
+        with contextlib.suppress(BuildError, MhcgenError):
             return not self._beside_all("*") and self.package.is_fresh()
         return False
 
@@ -188,10 +214,15 @@ class Staging:
 
     def _write(self) -> None:
         prefix = self._beside("-").name
+        self._stack.callback(self._clear)
         self._temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=self._target.parent))
-        self._stack.callback(shutil.rmtree, self._temporary, ignore_errors=True)
         self.folder = self._temporary / "new" / self.package.name
         write_files(self.folder, self.package.files)
+
+    def _clear(self) -> None:
+        """Removes what this build has left beside the target, which is locked."""
+        for leftover in self._beside_all("-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def install(self) -> None:
         """Puts the package in its place, in one step where the system can.
@@ -226,9 +257,10 @@ def _as_build_error(action: str, target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         place = f" ({error.filename})" if error.filename else ""
-        raise BuildError(
-            f"cannot {action} {target}: {error.strerror or error}{place}"
-        ) from error
+        text = f"cannot {action} {target}: {error.strerror or error}{place}"
+        if error.errno in NO_PLACE:
+            raise MhcgenError(f"{text}; name another place with --out") from error
+        raise BuildError(text) from error
 
 
 @contextlib.contextmanager
@@ -308,7 +340,11 @@ def _refuse_foreign(target: Path) -> None:
         present = sorted(_files_in(target))
         manifest = read_manifest(target)
     ours = manifest.files if manifest else ()
-    foreign = [path for path in present if path not in ours]
+    foreign = [
+        path
+        for path in present
+        if path not in ours or not os.path.isfile(target / path)
+    ]
     if foreign and manifest is None:
         raise ForeignFilesError(
             f"{target} is no package made by mhcgen (no {MANIFEST} says so), and holds "
@@ -316,8 +352,7 @@ def _refuse_foreign(target: Path) -> None:
         )
     if foreign:
         raise ForeignFilesError(
-            f"{target} holds files that mhcgen did not write: {_listed(foreign)}: "
-            f"{remedy}"
+            f"{target} holds what mhcgen did not write: {_listed(foreign)}: {remedy}"
         )
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from mhcgen import build
 from mhcgen.build import BuildError, ForeignFilesError, Package, Staging
+from mhcgen.errors import MhcgenError
 from mhcgen.manifest import MANIFEST, Manifest
 from mhcgen.resources import resource as folder_of
 
@@ -165,6 +166,32 @@ def test_foreign_file_that_came_during_the_compilation(tmp_path: Path) -> None:
         (tmp_path / NAME / "notes.txt").write_text("mine")
         staging.install()
     assert (tmp_path / NAME / "notes.txt").read_text() == "mine"
+    assert names_in(tmp_path) == [NAME]
+
+
+@pytest.mark.parametrize("name", ["extra", "kernels.py", "manifest.json"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        os.mkfifo,
+        lambda path: path.symlink_to("nowhere"),
+        lambda path: path.symlink_to("/"),
+        lambda path: path.symlink_to("/dev/zero"),
+    ],
+    ids=["pipe", "dangling", "folder", "device"],
+)
+def test_what_is_no_file_is_foreign(
+    make: Callable[[Path], None], name: str, tmp_path: Path
+) -> None:
+    """Whoever opens a pipe waits for ever, and whoever reads a device reads as long."""
+    install(old(tmp_path))
+    path = tmp_path / NAME / name
+    path.unlink(missing_ok=True)
+    make(path)
+    for attempt in (install, Package.is_fresh):
+        with pytest.raises(ForeignFilesError, match=name):
+            attempt(old(tmp_path))
+    assert os.path.lexists(path)
     assert names_in(tmp_path) == [NAME]
 
 
@@ -374,7 +401,7 @@ def test_unwritable_folder(tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
     try:
         assert not install(old(tmp_path))
-        with pytest.raises(BuildError, match="Permission denied"):
+        with pytest.raises(MhcgenError, match=r"--out .*Permission denied"):
             install(new(tmp_path))
         assert is_exactly(old(tmp_path))
     finally:
@@ -383,7 +410,7 @@ def test_unwritable_folder(tmp_path: Path) -> None:
 
 def test_folder_below_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(BuildError, match="Not a directory"):
+    with pytest.raises(MhcgenError, match=r"--out .*Not a directory.*; name a folder"):
         install(new(tmp_path / "file" / "out"))
     assert (tmp_path / "file").read_text() == "mine"
 
