@@ -14,14 +14,31 @@ from pathlib import Path
 from typing import Any
 
 from mhcgen import compile_worker
-from mhcgen.errors import MhcgenError
+from mhcgen.architecture import ARCHITECTURES
+from mhcgen.errors import MhcgenError, shortened
 from mhcgen.manifest import MANIFEST, KernelRow, Manifest, read_manifest
+from mhcgen.text_file import check_folder
 
 LOG_LINES = 12
 
 
 class CompileError(Exception):
-    """A kernel does not compile: exit code 1."""
+    """A kernel does not compile, or cannot be kept: exit code 1."""
+
+
+class DamagedError(CompileError):
+    """A package cannot be imported.
+
+    Attributes:
+        folder: Its folder.
+        line: Which file it is that cannot, and why, in a line.
+    """
+
+    def __init__(self, text: str, folder: Path, line: str) -> None:
+        """Takes what to say of a package that mhcgen made just now, and the rest."""
+        super().__init__(text)
+        self.folder = folder
+        self.line = line
 
 
 @dataclass(frozen=True)
@@ -85,8 +102,17 @@ class Job:
         """What a worker answered.
 
         Raises:
-            CompileError: The worker could not compile the kernel.
+            CompileError: The worker could not compile or keep the kernel.
         """
+        if "unkept" in answer:
+            raise CompileError(
+                f"{self.package}: {self.row.name} for {self.arch} is not kept: "
+                f"{answer['unkept']}"
+            )
+        if "place" in answer:
+            line = f"{answer['place']}: {shortened(answer['error'], 200)}"
+            text = str(self.failure(answer["error"]))
+            raise DamagedError(text, self.folder, line)
         if "error" in answer:
             raise self.failure(answer["error"])
         shared = answer.pop("static_shared")
@@ -145,14 +171,53 @@ def require_manifest(folder: Path) -> Manifest:
     """The manifest of a package.
 
     Raises:
-        MhcgenError: The folder is no package.
+        MhcgenError: The folder is no package, or a damaged one.
     """
-    manifest = read_manifest(folder)
-    if manifest is None:
+    place = folder / MANIFEST
+    try:
+        manifest = read_manifest(folder)
+    except OSError as error:
+        raise MhcgenError(
+            f"{place} cannot be read: {error.strerror}: make it readable, or run "
+            "mhcgen build"
+        ) from error
+    if manifest is None and not os.path.lexists(place):
         raise MhcgenError(
             f"{folder} is no package made by mhcgen: it has no {MANIFEST} that says so"
         )
+    if manifest is None:
+        raise MhcgenError(
+            f"{place} is damaged, or of no package made by mhcgen: run mhcgen build"
+        )
+    for arch, rows in (manifest.kernels or {"any architecture": ()}).items():
+        if not rows:
+            raise MhcgenError(f"{place} has no kernels for {arch}: run mhcgen build")
+        if arch not in ARCHITECTURES:
+            raise MhcgenError(
+                f"{place} is for {shortened(arch)!r}, which is none of "
+                f"{', '.join(ARCHITECTURES)}: run mhcgen build"
+            )
+    for path in manifest.files:
+        if path.suffix == ".py" and not os.path.isfile(folder / path):
+            raise MhcgenError(
+                f"{folder / path} is missing, or no regular file: run mhcgen build"
+            )
     return manifest
+
+
+@contextmanager
+def given_by_user(folders: Collection[Path]) -> Iterator[None]:
+    """Tells users of packages that they gave, and that cannot be imported.
+
+    Raises:
+        MhcgenError: One cannot.
+    """
+    try:
+        yield
+    except DamagedError as error:
+        if error.folder in [folder.resolve() for folder in folders]:
+            raise MhcgenError(f"{error.line}: run mhcgen build") from error
+        raise
 
 
 def check_archs(name: str, archs: Collection[str], known: Collection[str]) -> None:
@@ -182,20 +247,15 @@ def compile_kernels(
         done: Called after each kernel, in the order in which they are done.
 
     Raises:
-        CompileError: A kernel does not compile; the others are given up.
-        MhcgenError: A folder to keep things in cannot be made.
+        CompileError: A kernel does not compile, or cannot be kept; the others are given
+            up.
+        MhcgenError: A folder to keep things in cannot be written.
     """
     wanted = {("--keep", job.keep) for job in jobs}
     wanted |= {("--cache", job.cache) for job in jobs}
     for option, folder in wanted:
-        try:
-            if folder is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise MhcgenError(
-                f"{option} {folder}: {error.strerror}; name a folder that can be "
-                "written"
-            ) from error
+        if folder is not None:
+            check_folder(option, folder)
     count = min(processes or len(os.sched_getaffinity(0)), len(jobs))
     if not count:
         return []

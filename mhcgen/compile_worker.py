@@ -14,6 +14,7 @@ import shutil
 import struct
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -35,6 +36,10 @@ FRAME_SIZE = 0x11
 SIZED = 0x04
 
 
+class UnkeptError(Exception):
+    """A kernel compiles, and what is made of it cannot be kept."""
+
+
 def main() -> None:
     """Answers requests until there are no more."""
     sys.path[:] = json.loads(sys.argv[1])
@@ -43,6 +48,8 @@ def main() -> None:
     for line in sys.stdin:
         try:
             answer = compiled(json.loads(line))
+        except UnkeptError as error:
+            answer = {"unkept": str(error)}
         except Exception as error:
             answer = {"error": described(error)}
         print(json.dumps(answer), file=answers, flush=True)
@@ -50,14 +57,21 @@ def main() -> None:
 
 def compiled(request: dict[str, Any]) -> dict[str, Any]:
     """Compiles one kernel, and tells what it uses."""
-    package = imported(request["package"], Path(request["folder"]))
+    folder, package = Path(request["folder"]), request["package"]
     arch, name = request["arch"], request["kernel"]
-    kernels = importlib.import_module(f"{package}.kernels")
-    table = kernels.kernels(arch)
-    if set(table) != set(request["kernels"]):
-        differing = ", ".join(sorted(set(table) ^ set(request["kernels"])))
-        raise LookupError(f"kernels.py and manifest.json disagree about {differing}")
-    compiler = importlib.import_module(f"{package}.runtime.compiler")
+    try:
+        imported(package, folder)
+        kernels = importlib.import_module(f"{package}.kernels")
+        table = kernels.kernels(arch)
+        if set(table) != set(request["kernels"]):
+            names = ", ".join(sorted(set(table) ^ set(request["kernels"])))
+            raise LookupError(f"kernels.py and manifest.json disagree about {names}")
+        compiler = importlib.import_module(f"{package}.runtime.compiler")
+    except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and missing.split(".")[0] != package:
+            raise  # an engine to install, not a package to remake
+        return {"error": described(error), "place": place_of(error, folder)}
     start = time.perf_counter()
     code = compiler.compile_kernel(
         table[name], kernels.symbol(name), arch, emptied_dump()
@@ -67,10 +81,14 @@ def compiled(request: dict[str, Any]) -> dict[str, Any]:
     used = resources_of_cubin(artifacts["cubin"].read_bytes())
     if request["keep"]:
         for suffix, path in artifacts.items():
-            shutil.move(path, Path(request["keep"], f"{name}.{arch}.{suffix}"))
+            kept = Path(request["keep"], f"{name}.{arch}.{suffix}")
+            try:
+                shutil.copyfile(path, kept)
+            except OSError as error:
+                raise UnkeptError(f"{kept}: {error.strerror}") from error
     if request["cache"]:
         cache = importlib.import_module(f"{package}.runtime.cache")
-        cache.Cache(Path(request["cache"]), kernels, arch).keep(name, code)
+        keep(cache.Cache(Path(request["cache"]), kernels, arch), name, code)
     if used["spill_stores"] is None and reports_resources():
         # The compiler takes twice as long if it is to report, so that it is asked to
         # only where the cubin leaves a question.
@@ -79,6 +97,22 @@ def compiled(request: dict[str, Any]) -> dict[str, Any]:
         compiler.compile_kernel(table[name], kernels.symbol(name), arch, options)
         used = resources(printed_since(before)) or used
     return used | {"seconds": round(seconds, 3)}
+
+
+def keep(cache: Any, name: str, code: Any) -> None:
+    """Makes sure that a cache has a kernel.
+
+    Raises:
+        UnkeptError: It has not; what the cache logged says why.
+    """
+    if cache.find(name) is None:  # which removes what is damaged
+        before = os.fstat(2).st_size
+        cache.keep(name, code)
+        reason = (
+            printed_since(before).strip() or f"{cache.folder} does not give it back"
+        )
+        if cache.find(name) is None:
+            raise UnkeptError(reason)
 
 
 def emptied_dump() -> str:
@@ -102,7 +136,7 @@ def artifact(suffix: str) -> Path:
     return files[0]
 
 
-def imported(name: str, folder: Path) -> str:
+def imported(name: str, folder: Path) -> None:
     """Imports a package from its folder, and its modules on demand.
 
     The folder's parent stays off sys.path: it may hold modules that hide others.
@@ -121,7 +155,6 @@ def imported(name: str, folder: Path) -> str:
         sys.modules[name] = module
         sys.dont_write_bytecode = True
         spec.loader.exec_module(module)
-    return name
 
 
 def is_from(module: ModuleType, folder: Path) -> bool:
@@ -195,7 +228,16 @@ def sections(data: bytes) -> Iterator[tuple[str, int, int]]:
         yield data[start : data.index(b"\0", start)].decode(), header[4], header[5]
 
 
-def described(error: Exception) -> str:
+def place_of(error: BaseException, folder: Path) -> str:
+    """The file of a package that an error at its import comes from."""
+    if isinstance(error, SyntaxError | OSError) and error.filename:
+        return str(error.filename)
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    ours = [file for file in files if Path(file).is_relative_to(folder)]
+    return ours[-1] if ours else str(folder)
+
+
+def described(error: BaseException) -> str:
     """The last lines of an error's text."""
     lines = ANSI.sub("", f"{type(error).__name__}: {error}").rstrip().splitlines()
     return "\n".join(line.rstrip() for line in lines[-ERROR_LINES:])

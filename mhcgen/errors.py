@@ -9,6 +9,7 @@ from typing import Protocol
 
 MAX_LINES = 24
 MAX_COLUMNS = 100
+MAX_DIGITS = 9
 
 Loc = tuple[str | int, ...]
 """The way to a value in a spec: keys, and positions in lists."""
@@ -134,6 +135,11 @@ def shortened(text: str, limit: int = 60) -> str:
     # Escapes only lengthen, so what is past the limit already need not be escaped.
     seen = visible(text[: limit + 1])
     return seen if len(seen) <= limit else seen[: limit - 3] + "..."
+
+
+def count(word: str) -> int:
+    """The number that a word is; 0 if it is none, or longer than any could be."""
+    return int(word) if word.isdecimal() and len(word) <= MAX_DIGITS else 0
 
 
 def _block(place: str | None, problem: Problem) -> list[str]:

@@ -1,6 +1,7 @@
 """The manifest: what a package says about itself, for whoever does not read Python."""
 
 import json
+import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
@@ -35,6 +36,19 @@ class KernelRow:
         row = asdict(self)
         if not self.may_spill:
             del row["may_spill"]
+        return row
+
+    @classmethod
+    def of_json(cls, values: dict[str, object]) -> "KernelRow":
+        """The row of plain values.
+
+        Raises:
+            TypeError: One is missing, unknown or of another type.
+        """
+        row = cls(**values)  # type: ignore[arg-type]
+        name, *counts = (value for value in vars(row).values() if value is not None)
+        if type(name) is not str or {type(count) for count in counts} != {int}:
+            raise TypeError(values)
         return row
 
 
@@ -86,16 +100,18 @@ def read_manifest(folder: Path) -> Manifest | None:
         OSError: There is a manifest, and it cannot be read.
     """
     try:
+        if not stat.S_ISREG((folder / MANIFEST).stat().st_mode):
+            return None  # whoever opens a pipe waits for a writer
         content = json.loads((folder / MANIFEST).read_bytes())
-        if content["generator"] != GENERATOR:
+        if content["generator"] != GENERATOR or not content["name"].isidentifier():
             return None
         return Manifest(
-            name=str(content["name"]),
+            name=content["name"],
             version=str(content["version"]),
             spec_sha256=str(content["spec_sha256"]),
             templates_sha256=str(content["templates_sha256"]),
             kernels={
-                arch: tuple(KernelRow(**row) for row in rows)
+                arch: tuple(map(KernelRow.of_json, rows))
                 for arch, rows in content["kernels"].items()
             },
             files=tuple(map(PurePosixPath, content["files"])),
@@ -103,7 +119,6 @@ def read_manifest(folder: Path) -> Manifest | None:
     except (
         FileNotFoundError,
         NotADirectoryError,
-        IsADirectoryError,
         ValueError,  # not JSON, or not UTF-8
         TypeError,
         AttributeError,

@@ -1,15 +1,23 @@
 """Compilation: what workers report, with a stand-in for the compiler and with it."""
 
+import json
 import os
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 import pytest
 
 from mhcgen import compile_worker
 from mhcgen.build import write_files
-from mhcgen.compilation import CompiledKernel, CompileError, compile_kernels, jobs_of
+from mhcgen.compilation import (
+    CompiledKernel,
+    CompileError,
+    compile_kernels,
+    given_by_user,
+    jobs_of,
+)
 from mhcgen.errors import MhcgenError
 from mhcgen.manifest import MANIFEST, KernelRow, Manifest
 from mhcgen.plan import Plan
@@ -323,5 +331,120 @@ def test_environment_of_this_process_is_untouched(tmp_path: Path) -> None:
 
 def test_a_folder_to_keep_things_in_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "keep").touch()
-    with pytest.raises(MhcgenError, match=r"--keep .*: File exists; name a folder"):
-        compile_kernels(jobs_of(stand_in(tmp_path), keep=tmp_path / "keep"))
+    for option in ("keep", "cache"):
+        jobs = jobs_of(
+            stand_in(tmp_path / f"for_{option}"), **{option: tmp_path / "keep"}
+        )
+        match = f"--{option} .*: File exists; name a folder"
+        with pytest.raises(MhcgenError, match=match):
+            compile_kernels(jobs)
+
+
+CACHE = """
+import logging
+
+class Cache:
+    def __init__(self, folder, kernels, arch):
+        self.folder = folder / arch
+
+    def find(self, name):
+        return name if (self.folder / name).is_file() else None
+
+    def keep(self, name, code):
+        try:
+            self.folder.mkdir(exist_ok=True)
+            (self.folder / name).touch()
+        except OSError as error:
+            logging.getLogger(__name__).warning("it keeps nothing: %s", error)
+"""
+
+
+def test_what_the_cache_does_not_keep_is_told(tmp_path: Path) -> None:
+    package, cache = stand_in(tmp_path), tmp_path / "cache"
+    (package / "runtime" / "cache.py").write_text(CACHE)
+    jobs = jobs_of(package, ["sm_90a"], cache=cache)
+    compile_kernels(jobs)
+    assert sorted(path.name for path in cache.glob("*/*")) == ["first", "second"]
+    jobs = jobs_of(package, ["sm_100a"], cache=cache)
+    (cache / "sm_100a").touch()
+    with pytest.raises(CompileError, match="for sm_100a is not kept: it keeps nothing"):
+        compile_kernels(jobs)
+
+
+def test_what_cannot_be_kept_is_told(tmp_path: Path) -> None:
+    (tmp_path / "kept" / "first.sm_90a.ptx").mkdir(parents=True)
+    jobs = jobs_of(stand_in(tmp_path), keep=tmp_path / "kept")
+    with pytest.raises(CompileError, match=r"is not kept: .*ptx: Is a directory"):
+        compile_kernels(jobs)
+
+
+# Damaged packages
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "AttributeError: .*'kernels'"),
+        ("def (", "SyntaxError: invalid syntax"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("from . import missing", "ImportError: cannot import name 'missing'"),
+    ],
+)
+def test_a_damaged_package_is_its_givers_concern(
+    text: str, reason: str, tmp_path: Path
+) -> None:
+    package = stand_in(tmp_path)
+    (package / "kernels.py").write_text(text)
+    line = f"^{package}(/kernels.py)?: {reason}[^\\n]*: run mhcgen build$"
+    with pytest.raises(MhcgenError, match=line), given_by_user([package]):
+        compile_kernels(jobs_of(package))
+    with pytest.raises(CompileError, match="does not compile"), given_by_user([]):
+        compile_kernels(jobs_of(package))
+
+
+def test_a_missing_engine_is_no_damage(tmp_path: Path) -> None:
+    package = stand_in(tmp_path)
+    (package / "kernels.py").write_text("import no_such_engine")
+    with pytest.raises(CompileError, match="No module"), given_by_user([package]):
+        compile_kernels(jobs_of(package))
+
+
+def renamed(content: dict[str, dict[str, object]], arch: str) -> None:
+    content["kernels"] = {arch: content["kernels"]["sm_90a"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: m.clear(), "is damaged, or of no package"),
+        (lambda m: m.update(name=3), "is damaged"),
+        (lambda m: m.update(name="../up"), "is damaged"),
+        (lambda m: m.update(files=[1]), "is damaged"),
+        (lambda m: m["kernels"]["sm_90a"][0].update(shared_bytes="x"), "is damaged"),
+        (lambda m: m["kernels"]["sm_90a"][0].update(token_group=[]), "is damaged"),
+        (lambda m: m["kernels"]["sm_90a"][0].update(name=None), "is damaged"),
+        (lambda m: m.update(kernels={}), "has no kernels"),
+        (lambda m: m["kernels"].update(sm_90a=[]), "has no kernels for sm_90a"),
+        (lambda m: renamed(m, "sm_91"), "is for 'sm_91', which is none of sm_90a"),
+    ],
+)
+def test_a_damaged_manifest_is_named(
+    change: Callable[[dict[str, object]], object], reason: str, tmp_path: Path
+) -> None:
+    path = stand_in(tmp_path) / MANIFEST
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(MhcgenError, match=f"{path} {reason}.*: run mhcgen build$"):
+        jobs_of(path.parent)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "kernels.py"])
+def test_what_is_no_file_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    path = stand_in(tmp_path) / name
+    path.unlink()
+    for make in (os.mkfifo, lambda path: path.symlink_to(path.name), os.mkdir):
+        make(path)
+        with pytest.raises(MhcgenError, match=f"{path} .*run mhcgen build"):
+            jobs_of(path.parent)
+        path.rmdir() if path.is_dir() else path.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 import torch
 
 from mhcgen.bench.machine import Machine
+from mhcgen.compilation import require_manifest
 from mhcgen.errors import MhcgenError, PlanError
-from mhcgen.manifest import MANIFEST, read_manifest
 from mhcgen.runtime import loader
 from mhcgen.runtime.host import FusedBoundary
 from mhcgen.runtime.launcher import Launcher
@@ -55,7 +56,7 @@ def package_folder(source: Path, temporary: Path) -> Path:
     Raises:
         MhcgenError: The source is neither a package nor a legal spec.
     """
-    if not source.is_dir():
+    if not os.path.isdir(source):
         # Only here: whoever benchmarks a package needs neither pydantic nor jinja.
         from mhcgen.build import write_files
         from mhcgen.plan import make_plan
@@ -70,10 +71,7 @@ def package_folder(source: Path, temporary: Path) -> Path:
         folder = temporary / plan.name
         write_files(folder, render(plan, formatting=False))
         return folder
-    if read_manifest(source) is None:
-        raise MhcgenError(
-            f"{source} is no package made by mhcgen: it has no {MANIFEST} that says so"
-        )
+    require_manifest(source)
     return source
 
 
@@ -107,7 +105,7 @@ def load(machine: Machine, folder: Path, label: str) -> Loaded:
     """
     try:
         loading = loader.Loading.of(folder, machine.device)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, SyntaxError, AttributeError, OSError) as error:
         raise MhcgenError(f"{folder}: {error}") from error
     tp = loading.constants.TP
     if machine.ranks == 1:
@@ -121,8 +119,7 @@ def load(machine: Machine, folder: Path, label: str) -> Loaded:
             "alone, which plays all ranks"
         )
     torch.cuda.synchronize()
-    manifest = read_manifest(folder)
-    assert manifest is not None
+    manifest = require_manifest(folder)
     identity = {
         "name": manifest.name,
         "spec_sha256": manifest.spec_sha256,

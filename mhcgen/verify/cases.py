@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from mhcgen import reference
-from mhcgen.errors import MhcgenError
+from mhcgen.errors import MhcgenError, count, shortened
 from mhcgen.verify.subject import Subject
 
 CALLS = len(reference.VARIANTS)
@@ -49,9 +49,9 @@ class Options:
         """
         words = [word.strip() for word in self.tokens.split(",") if word.strip()]
         for word in words:
-            if not word.isdecimal() or not 1 <= int(word) <= subject.capacity:
+            if not 1 <= count(word) <= subject.capacity:
                 raise MhcgenError(
-                    f"--tokens {word}: a call of {subject.name} has 1 to "
+                    f"--tokens {shortened(word)}: a call of {subject.name} has 1 to "
                     f"{subject.capacity} tokens (capacity.max_tokens)"
                 )
         return tuple(map(int, words))

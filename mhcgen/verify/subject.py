@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from mhcgen import reference
 from mhcgen.compilation import require_manifest
+from mhcgen.errors import MhcgenError, shortened
 
 if TYPE_CHECKING:
     from mhcgen.plan import Plan
@@ -110,13 +111,30 @@ class Subject:
         """What the package in a folder says of itself, in its ``constants`` module.
 
         Raises:
-            MhcgenError: The folder is no package.
+            MhcgenError: The folder is no package, or a damaged one.
         """
         manifest = require_manifest(folder)
-        # Alone: the package's other modules import the compiler.
-        c = SimpleNamespace(**runpy.run_path(str(folder / "constants.py")))
+        place = folder / "constants.py"
+        try:
+            # Alone: the package's other modules import the compiler.
+            constants = SimpleNamespace(**runpy.run_path(str(place)))
+            subject = cls._of_constants(manifest.name, constants)
+        except (Exception, SystemExit) as error:
+            reason = shortened(f"{type(error).__name__}: {error}", 200)
+            raise MhcgenError(
+                f"{place} cannot be used: {reason}: run mhcgen build"
+            ) from error
+        if set(subject.archs) != set(manifest.kernels):
+            raise MhcgenError(
+                f"{place} is for {', '.join(subject.archs)}, and manifest.json beside "
+                f"it for {', '.join(manifest.kernels)}: run mhcgen build"
+            )
+        return subject
+
+    @classmethod
+    def _of_constants(cls, name: str, c: SimpleNamespace) -> Subject:
         return cls(
-            name=manifest.name,
+            name=name,
             tp=c.TP,
             hidden=c.HIDDEN,
             hc=c.HC,
