@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from mhcgen import __version__
+from mhcgen import __version__, text_file
 from mhcgen.errors import MhcgenError, dotted
 from mhcgen.matrix import AXES, Candidate, Expansion
 from mhcgen.matrix_run import Checks, Result
@@ -208,13 +208,7 @@ def check_place(path: Path) -> None:
         MhcgenError: It cannot.
     """
     check_format(path)
-    if not path.parent.is_dir():
-        raise MhcgenError(
-            f"--report {path}: there is no folder {path.parent}; make it, or name a "
-            "file elsewhere"
-        )
-    if path.is_dir():
-        raise MhcgenError(f"--report {path}: a directory; name a file in it")
+    text_file.check_place("--report", path)
 
 
 def check_format(path: Path) -> str:

@@ -26,7 +26,7 @@ from mhcgen.compilation import (
     jobs_of,
     started_worker,
 )
-from mhcgen.errors import MhcgenError
+from mhcgen.errors import MhcgenError, count, shortened
 from mhcgen.manifest import read_manifest
 from mhcgen.matrix import Candidate
 from mhcgen.plan import Plan
@@ -38,6 +38,7 @@ from mhcgen.render import (
     spec_sha256,
 )
 from mhcgen.resources import RUNTIME, resource
+from mhcgen.text_file import check_folder
 
 REASON_LINES = 12
 
@@ -75,6 +76,7 @@ class Checks:
         words = ["mhcgen", "matrix", str(self.source), "--only", name]
         words += ["--compile"] * self.compiled
         words += ["--verify", str(self.device)] * bool(self.device)
+        words += [] if self.out is None else ["--out", str(self.out)]
         return shlex.join(words + self.options(self.archs, self.tokens))
 
     def sizes(self, capacity: int) -> str:
@@ -85,8 +87,10 @@ class Checks:
         """
         sizes = []
         for word in self.tokens.split(",") if self.tokens else ():
-            if not word.strip().isdecimal() or int(word) < 1:
-                raise MhcgenError(f"--tokens {word}: give numbers of tokens, as in 1,3")
+            if count(word.strip()) < 1:
+                raise MhcgenError(
+                    f"--tokens {shortened(word)}: give numbers of tokens, as in 1,3"
+                )
             sizes.append(min(int(word), capacity))
         return ",".join(map(str, dict.fromkeys(sizes)))
 
@@ -179,8 +183,11 @@ def check(
     with ExitStack() as stack:
         compilers = Compilers(stack, processes)
         threads = ThreadPoolExecutor(processes)
-        # Whoever interrupts does not wait for the specs that have not begun.
-        stack.callback(threads.shutdown, cancel_futures=True)
+        # Whoever interrupts waits neither for specs that have not begun nor for those
+        # that are being verified.
+        stack.callback(threads.shutdown)
+        stack.callback(end_verifiers)
+        stack.callback(threads.shutdown, wait=False, cancel_futures=True)
         futures = {
             threads.submit(check_one, candidate, checks, compilers): candidate
             for candidate in candidates
@@ -249,7 +256,9 @@ def package_of(plan: Plan, out: Path | None) -> Iterator[Path]:
     Raises:
         StageError: It cannot be rendered.
     """
-    if out is not None and is_current(out / plan.name, plan):
+    with stage("render"):
+        is_kept = out is not None and is_current(out / plan.name, plan)
+    if out is not None and is_kept:
         yield out / plan.name
         return
     with tempfile.TemporaryDirectory(prefix="mhcgen-") as temporary:
@@ -263,6 +272,20 @@ def package_of(plan: Plan, out: Path | None) -> Iterator[Path]:
                 with Staging(Package(plan.name, files, out)) as staging:
                     staging.install()
         yield folder
+
+
+def check_out(out: Path, picked: Sequence[Candidate]) -> None:
+    """Makes sure that packages can be kept, before the first is checked.
+
+    Raises:
+        MhcgenError: They cannot, and are not all there.
+    """
+    try:
+        check_folder("--out", out)
+    except MhcgenError:
+        kept = (is_current(out / each.name, each.plan()) for each in picked)
+        if not (os.path.isdir(out) and all(kept)):
+            raise
 
 
 def is_current(folder: Path, plan: Plan) -> bool:
@@ -295,10 +318,26 @@ def verified(folder: Path, device: str, options: Sequence[str]) -> int:
         words = [sys.executable, "-m", "mhcgen", "verify", str(folder)]
         words += ["--json", str(report), *options]
         words += ["--device", "cuda"] * (device == "cuda")
-        result = subprocess.run(words, capture_output=True, text=True, check=False)
-        if result.returncode:
-            raise MhcgenError(why(result.stdout, result.stderr))
+        pipe = subprocess.PIPE
+        with subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True) as process:
+            verifiers.add(process)
+            try:
+                out, err = process.communicate()
+            finally:
+                verifiers.discard(process)
+        if process.returncode:
+            raise MhcgenError(why(out, err))
         return len(json.loads(report.read_text("utf-8"))["cases"])
+
+
+verifiers: "set[subprocess.Popen[str]]" = set()
+"""Those that run now."""
+
+
+def end_verifiers() -> None:
+    """Has those that run now clean up and end."""
+    for process in [*verifiers]:
+        process.terminate()
 
 
 def why(out: str, err: str) -> str:

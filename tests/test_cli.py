@@ -439,6 +439,30 @@ def test_interrupt(tmp_path: Path) -> None:
     assert list((tmp_path / "generated").iterdir()) == []
 
 
+INTERRUPTED = """
+import os, signal
+from mhcgen import __main__, cli
+
+def main():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        os.kill(os.getpid(), signal.SIGINT)
+        print("cleaned up")
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+cli.main = main
+__main__.main()
+"""
+
+
+def test_a_second_interrupt_does_not_break_off_the_cleaning() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True
+    )
+    assert (result.returncode, result.stdout) == (130, "cleaned up\n")
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_broken_pipe(unbuffered: str) -> None:
     command = " ".join([*COMMAND, "explain", str(GLM53)])

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -391,12 +391,19 @@ def test_verification_is_told_what_was_asked_for(
 ) -> None:
     told: list[list[str]] = []
 
-    def verify(words: list[str], **options: object) -> SimpleNamespace:
-        told.append(words)
-        Path(words[words.index("--json") + 1]).write_text('{"cases": [1, 2]}')
-        return SimpleNamespace(returncode=0, stdout="", stderr="")
+    class Verifier:
+        returncode = 0
 
-    monkeypatch.setattr(subprocess, "run", verify)
+        def __init__(self, words: list[str], **options: object) -> None:
+            told.append(words)
+            Path(words[words.index("--json") + 1]).write_text('{"cases": [1, 2]}')
+
+        def communicate(self) -> tuple[str, str]:
+            return "", ""
+
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *words, **kwargs: nullcontext(Verifier(*words))
+    )
     monkeypatch.setattr(matrix_run, "render", render_nothing)
     legal = expand(load_matrix(file)).legal[:1]
     checks = Checks(file, device="cuda", tokens="1,3", calls=2)
@@ -552,6 +559,19 @@ def test_failures_say_how_to_repeat_them(
     assert "line <one>\nline | two" in text and again in text
 
 
+def test_a_failure_is_repeated_with_the_packages_that_it_came_of(
+    run: Run, file: Path, tmp_path: Path
+) -> None:
+    name = "h512_tp1_sm_90a_m8_k2"
+    (tmp_path / "kept" / name).mkdir(parents=True)
+    (tmp_path / "kept" / name / "mine.txt").write_text("mine")
+    words = ["matrix", "small.yaml", "--only", name, "--out", "kept"]
+    code, out, err = run(*words[1:])
+    assert (code, err) == (1, "")
+    assert "mine.txt" in out
+    assert f"  again: mhcgen {' '.join(words)}\n" in out
+
+
 def test_reports(run: Run, file: Path, tmp_path: Path) -> None:
     assert run("small.yaml", "--report", "a.md")[0] == 0
     text = (tmp_path / "a.md").read_text()
@@ -579,9 +599,11 @@ def test_reports(run: Run, file: Path, tmp_path: Path) -> None:
         (["--arch", "sm_80"], "--arch sm_80: choose one of sm_90a, sm_100a, sm_103a"),
         (["--only", "x"], "--only x: the matrix has no such spec"),
         (["--sample", "0"], "Invalid value for '--sample'"),
+        (["--out", "small.yaml"], "small.yaml: File exists; name a folder that can"),
         (["--report", "no/a.md"], "--report no/a.md: there is no folder no; make it"),
         (["--tokens", "1"], "--tokens: nothing is verified; add --verify cpu"),
         (["--calls", "2"], "--calls: nothing is verified"),
+        (["--verify", "cpu", "--tokens", "9" * 5000], "--tokens 999"),
         (["--verify", "cpu", "--tokens", "1,x"], "--tokens x: give numbers of tokens"),
     ],
 )
