@@ -12,7 +12,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from io import TextIOWrapper
 from pathlib import Path
@@ -28,11 +28,13 @@ from mhcgen.compilation import (
     Job,
     check_archs,
     compile_kernels,
+    given_by_user,
     jobs_of,
     require_manifest,
 )
 from mhcgen.console import progress, show_diff, show_table
-from mhcgen.errors import MhcgenError, PlanError
+from mhcgen.errors import MhcgenError, PlanError, count, shortened
+from mhcgen.text_file import check_place, write_whole
 
 if TYPE_CHECKING:
     from mhcgen.matrix_report import Report
@@ -45,6 +47,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+BENCH_TOKENS = "1,2,4,8,16,32,64"
 
 Archs = Annotated[
     list[str] | None,
@@ -164,16 +168,27 @@ def compile_(
     from mhcgen.render import render
 
     archs = arch or ()
-    packages = [path for path in sources if path.is_dir()]
+    packages = [path for path in sources if os.path.isdir(path)]
     plans = load_plans([path for path in sources if path not in packages], archs)
-    with tempfile.TemporaryDirectory(prefix="mhcgen-") as folder:
-        for plan in plans:
-            packages.append(Path(folder, plan.name))
-            write_files(packages[-1], render(plan))
+    with (
+        tempfile.TemporaryDirectory(prefix="mhcgen-") as folder,
+        given_by_user(packages),
+    ):
+        made = [Path(folder, plan.name) for plan in plans]
+        for path, plan in zip(made, plans, strict=True):
+            write_files(path, render(plan))
         kernels: list[Job] = []
-        for package in packages:
-            kept = keep / package.name if keep and len(packages) > 1 else keep
+        names: list[str] = []
+        for package in [*packages, *made]:
+            names.append(require_manifest(package).name)
+            kept = keep / names[-1] if keep and len(sources) > 1 else keep
             kernels += jobs_of(package, archs, kept, cache)
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if keep and twice:
+            raise MhcgenError(
+                f"--keep {keep}: two of the packages are named {twice}: keep each in a "
+                "folder of its own"
+            )
         results = compile_all(kernels, jobs)
     if json_:
         print(json.dumps([asdict(result) for result in results], indent=2))
@@ -266,9 +281,14 @@ def verify_(
         raise MhcgenError(
             f"--device {device!r}: kernels run on cpu, in the emulator, or on cuda"
         )
-    with tempfile.TemporaryDirectory(prefix="mhcgen-") as temporary:
+    if json_ is not None:
+        check_place("--json", json_)
+    with (
+        tempfile.TemporaryDirectory(prefix="mhcgen-") as temporary,
+        given_by_user([source]),
+    ):
         folder = source
-        if not source.is_dir():
+        if not os.path.isdir(source):
             from mhcgen.render import render
 
             (plan,) = load_plans([source], ())
@@ -305,15 +325,18 @@ def show_outcomes(
     report.show(outcomes, name, source)
     if json_ is not None:
         content = [outcome.as_json() for outcome in outcomes]
-        write_text(json_, json.dumps({"name": name, "cases": content}) + "\n")
+        write_whole(json_, json.dumps({"name": name, "cases": content}) + "\n")
 
 
 @app.command("bench")
 def bench_(
     source: Annotated[Path, typer.Argument(metavar="SPEC_OR_PACKAGE")],
     tokens: Annotated[
-        str, typer.Option(metavar="M,M,...", help="Sizes of calls.")
-    ] = "1,2,4,8,16,32,64",
+        str,
+        typer.Option(
+            metavar="M,M,...", help=f"Sizes of calls; by default {BENCH_TOKENS}."
+        ),
+    ] = "",
     compare: Annotated[
         list[Path] | None,
         typer.Option(metavar="SPEC_OR_PACKAGE", help="Time this one, too; repeatable."),
@@ -345,16 +368,20 @@ def bench_(
 
     if plot is not None:
         picture.check_format(plot)
+    for option, path in (("--json", json_), ("--plot", plot)):
+        if path is not None:
+            check_place(option, path)
     if source.suffix == ".json":
-        if compare or json_:
+        if compare or json_ or tokens or without:
             raise MhcgenError(
-                f"{source} is a finished run: --compare and --json need a new one"
+                f"{source} is a finished run: --compare, --json, --tokens and "
+                "--without need a new one"
             )
         result = read_result(source)
     else:
         from mhcgen.bench.run import run
 
-        sizes = numbers(tokens)
+        sizes = numbers(tokens or BENCH_TOKENS)
         with progress("timing", len(sizes)) as advance:
             measured = run([source, *(compare or ())], sizes, without or (), advance)
         if measured is None:
@@ -362,7 +389,7 @@ def bench_(
         result = measured
     table.show(result)
     if json_ is not None:
-        write_text(json_, result.text())
+        write_whole(json_, result.text())
     if plot is not None:
         picture.write_plot(result, plot)
 
@@ -389,17 +416,19 @@ def tune_(
     """
     from mhcgen.bench.variants import tune
     from mhcgen.spec_file import load_spec
-    from mhcgen.spec_writer import replace_file, with_target
+    from mhcgen.spec_writer import with_target
 
     plan = _load_plan(spec)
     text = load_spec(spec).text
     sizes = numbers(tokens) if tokens else None
+    if write:
+        check_place("--write", spec)
     tuned = tune(plan, sizes, budget)
     if tuned is None:
         return
     tuned.show()
     if write:
-        replace_file(spec, with_target(text, tuned.targets, tuned.arch, tuned.device))
+        write_whole(spec, with_target(text, tuned.targets, tuned.arch, tuned.device))
         print(f"{spec}: tuned for {tuned.arch}; run mhcgen build")
     else:
         print("not written: give --write")
@@ -413,10 +442,10 @@ def numbers(text: str) -> list[int]:
     """
     words = [word.strip() for word in text.split(",")]
     for word in words:
-        if not word.isdecimal() or int(word) < 1:
+        if count(word) < 1:
             raise MhcgenError(
-                f"--tokens {text}: {word!r} is no number of tokens; give some such as "
-                "1,8,64"
+                f"--tokens {shortened(text)}: {shortened(word)!r} is no number of "
+                "tokens; give some such as 1,8,64"
             )
     return list(dict.fromkeys(map(int, words)))
 
@@ -441,11 +470,11 @@ def init(
 ) -> None:
     """Write a spec from the config.json of a Hugging Face model."""
     from mhcgen.hf_config import read_config
-    from mhcgen.text_file import write_whole
 
     made = read_config(config, tp, name, pre_mix)
-    path = out or Path(f"{made.spec.name}.yaml")
-    write_whole(path, made.text, overwrite=force)
+    path = Path(f"{made.spec.name}.yaml") if out is None else out
+    check_place("--out", path)
+    write_whole(path, made.text_in(path.parent), overwrite=force)
     show_table(
         f"{made.spec.name}: from {config}",
         ("field", "value", "from"),
@@ -496,7 +525,6 @@ def matrix_(
     """Make every spec of a matrix, and check all of them or a sample."""
     from mhcgen import matrix, matrix_report, matrix_run
     from mhcgen.spec import ARCHS
-    from mhcgen.text_file import write_whole
 
     for option, given, known in (
         ("--verify", [device] if device else [], ("cpu", "cuda")),
@@ -520,6 +548,8 @@ def matrix_(
     picked = expansion.legal
     if sample is not None:
         picked = matrix.sample(picked, sample, seed)
+    if out is not None:
+        matrix_run.check_out(out, picked)
     with progress("checking", len(picked)) as advance:
         results = matrix_run.check(picked, checks, jobs or matrix_run.cores(), advance)
     report = matrix_report.Report(expansion, checks, results)
@@ -552,6 +582,8 @@ def schema(
     ] = False,
 ) -> None:
     """Print the JSON Schema of specs, for editors."""
+    if output is not None:
+        check_place("--output", output)
     if matrix:
         from mhcgen.matrix import matrix_schema_text
 
@@ -563,19 +595,7 @@ def schema(
     if output is None:
         print(text, end="")
         return
-    write_text(output, text)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file.
-
-    Raises:
-        BuildError: It cannot be written.
-    """
-    try:
-        path.write_text(text, "utf-8")
-    except OSError as error:
-        raise BuildError(f"cannot write {path}: {error.strerror}") from error
+    write_whole(output, text)
 
 
 def load_plans(paths: Iterable[Path], archs: Sequence[str]) -> list[Plan]:
@@ -619,9 +639,12 @@ def _load_plan(path: Path) -> Plan:
 
 def main() -> NoReturn:
     """Runs the command line."""
+    if sys.stderr is None:  # closed, as standard output may be
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        _check_surroundings()
         try:
             app(prog_name="mhcgen")
         finally:
@@ -631,12 +654,37 @@ def main() -> NoReturn:
     except (BuildError, CompileError) as error:
         _fail(error, 1)
     except BrokenPipeError:
-        # Whoever read the output has left; the interpreter must not flush it again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_output()  # whoever read it has left
         sys.exit(1)
+    except OSError as error:
+        _give_up_output()  # all of it that could be written has been
+        place = error.filename or "the output or a temporary file"
+        _fail(f"cannot write or read {place}: {error.strerror or error}", 1)
     sys.exit(0)
 
 
-def _fail(error: Exception, code: int) -> NoReturn:
+def _check_surroundings() -> None:
+    """Refuses what no command can work with.
+
+    Raises:
+        MhcgenError: The current folder or standard output is not there.
+    """
+    if sys.stdout is None:
+        raise MhcgenError("standard output is closed: lead it to a file or /dev/null")
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise MhcgenError(
+            "the current folder has been deleted: change to another"
+        ) from error
+
+
+def _give_up_output() -> None:
+    """Keeps the interpreter from flushing again what cannot be written."""
+    with suppress(OSError):  # of an output that is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fail(error: Exception | str, code: int) -> NoReturn:
     print(error, file=sys.stderr)
     sys.exit(code)

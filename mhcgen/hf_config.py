@@ -4,6 +4,7 @@ FIELDS is the table of what is read; nothing else here knows the keys of a confi
 are those that the model code of DeepSeek-V4 and GLM-5.3-Flash in transformers reads.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,8 +35,9 @@ MODEL_TYPES = ("deepseek_v4", "glm5_next")
 SECTION = "text_config"
 """Where a model of several modalities keeps the values of its language model."""
 
+SCHEMA = "schema.json"
+SCHEMA_LINE = f"# yaml-language-server: $schema={SCHEMA}\n"
 HEADER = """\
-# yaml-language-server: $schema=schema.json
 # Made by mhcgen init from {source}; a comment says which key of it a value is from.
 """
 DEFAULT = "default"
@@ -154,9 +156,8 @@ class ConfigSpec:
     values: tuple[Value, ...]
     notes: tuple[str, ...]
 
-    @property
-    def text(self) -> str:
-        """The spec file: YAML that says where each value is from."""
+    def text_in(self, folder: Path) -> str:
+        """The spec file for a folder: YAML that says where each value is from."""
         lines = [f"name: {self.spec.name}"]
         section = ""
         for value in self.values:
@@ -165,9 +166,9 @@ class ConfigSpec:
                 lines.append(f"{section}:")
             said = yaml_inline(value.value)
             lines.append(f"  {value.loc[1]}: {said}  # {value.origin}")
-        return (
-            HEADER.format(source=shortened(self.source.name)) + "\n".join(lines) + "\n"
-        )
+        schema = SCHEMA_LINE if os.path.isfile(folder / SCHEMA) else ""
+        header = HEADER.format(source=shortened(self.source.name))
+        return schema + header + "\n".join(lines) + "\n"
 
 
 def read_config(
@@ -193,7 +194,9 @@ def read_config(
     if pre_mix is not None:
         options.append(Value(("model", "pre_mix"), pre_mix, "--pre-mix"))
     values = config.values({value.loc: value for value in options})
-    spec = _validated(config, name or _name(config.model_type, tp), values)
+    if name is None:
+        name = _name(config.model_type, tp)
+    spec = _validated(config, name, values)
     return ConfigSpec(path, spec, values, tuple(_notes(config, values)))
 
 

@@ -9,10 +9,10 @@ from mhcgen.yaml_source import MAX_NUMBER, Node, Scalar
 
 
 def parse_json(path: Path, text: str) -> Node:
-    """The value in the text of a JSON file; of a repeated key, the last counts.
+    """The value in the text of a JSON file.
 
     Raises:
-        SpecError: The text is not JSON.
+        SpecError: The text is not JSON, or repeats a key.
     """
     try:
         # Constants and long numbers pass here: the reader says where they stand.
@@ -80,6 +80,11 @@ class _Reader:
         while self._text[index] != "}":
             place = self._place(index)
             name, index = self._decoder.raw_decode(self._text, index)
+            if name in members:
+                line = members[name].locate_key(())[0]
+                hint = f"remove one; the first is on line {line}"
+                problem = Problem((name,), "a repeated key", hint=hint)
+                raise SpecError(self._path, [(place, problem)])
             colon = self._skipped(index)
             members[name], index = self.node(colon + 1, place)
             index = self._next(index)

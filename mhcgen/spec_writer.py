@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from ruamel.yaml import YAML
 from ruamel.yaml.nodes import CollectionNode, MappingNode, Node
 
-from mhcgen.build import BuildError
 from mhcgen.spec import Target
 
 TUNED = "# Tuned on "
@@ -118,24 +114,3 @@ def _end(node: Node) -> int:
         last = node.value[-1]
         return _end(last[1] if isinstance(last, tuple) else last)
     return int(node.end_mark.index)
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Replaces a file in one step.
-
-    Raises:
-        BuildError: It cannot be written; what was there still is.
-    """
-    target = path.resolve()
-    try:
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-                file.write(text)
-            os.chmod(name, target.stat().st_mode)
-            os.replace(name, target)
-        except BaseException:
-            os.unlink(name)
-            raise
-    except OSError as error:
-        raise BuildError(f"cannot write {path}: {error.strerror}") from error

@@ -143,6 +143,26 @@ def test_a_result_reads_back(tmp_path: Path) -> None:
         ("[]", "is no result of mhcgen bench"),
         ('{"package": "x"}', "is no result of mhcgen bench"),
         ('{"microseconds": {"one": {}}}', "is no result of mhcgen bench"),
+        ("[" * 100_000, "is no result of mhcgen bench"),
+        *(
+            (json.dumps(json.loads(RESULT.text()) | change), "is no result of")
+            for change in (
+                {"host": None},
+                {"notes": None},
+                {"notes": {"nccl": 1}},
+                {"host": {"call": "x"}},
+                {"gpus": "two"},
+                {"microseconds": {}},
+                {"microseconds": {"1": {"boundary": None}}},
+                {"microseconds": {"1": {"boundary": 0}}},
+                {"microseconds": {"1": {"boundary": float("nan")}}},
+                {"spread": {"1": {"boundary": [1]}}},
+                {"packages": [{"tp": 2}]},
+                {"traffic": {"1": {"local": 2}}},
+                {"device": "\ud800"},
+                {"versions": []},
+            )
+        ),
     ],
 )
 def test_what_is_no_result(tmp_path: Path, content: str, message: str) -> None:
@@ -334,7 +354,13 @@ def test_a_finished_run_is_shown_without_a_gpu(tmp_path: Path, command: object) 
         ([GLM53, "--plot", "a.pdf"], "must end in .png, .svg, .html"),
         ([GLM53, "--compare", "missing.yaml"], "missing.yaml: no such file"),
         (["result.json"], "cannot read result.json"),
-        (["result.json", "--json", "x"], "--compare and --json need a new one"),
+        (["result.json", "--json", "x"], "--without need a new one"),
+        (["result.json", "--tokens", "1"], "--without need a new one"),
+        (["result.json", "--without", "nccl"], "--without need a new one"),
+        ([GLM53, "--tokens", "9" * 5000], "is no number of tokens"),
+        (["a" * 300], "File name too long"),
+        ([GLM53, "--json", "."], "--json .: is a folder: name a file"),
+        ([GLM53, "--plot", "none/a.svg"], "--plot none/a.svg: there is no folder none"),
     ],
 )
 def test_mistakes(

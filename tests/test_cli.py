@@ -103,8 +103,8 @@ def test_schema(run: Run, tmp_path: Path) -> None:
     assert run("schema", "--output", tmp_path / "s.json") == Result(0, "", "")
     assert (tmp_path / "s.json").read_text() == expected
     result = run("schema", "--output", tmp_path / "none" / "s.json")
-    assert result.code == 1
-    assert "No such file" in result.err
+    assert result.code == 2
+    assert "--output" in result.err and "none; make it, or name a file" in result.err
 
 
 # build
@@ -264,8 +264,9 @@ def test_tokens_out_of_range(tokens: int, run: Run) -> None:
 def test_unwritable_place(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = built(run, GLM53, "--out", "file")
-    assert result.code == 1
-    assert "cannot write file/glm53" in result.err
+    assert result.code == 2
+    assert result.err.startswith("--out file: ")
+    assert result.err.endswith("; name a folder that can be written\n")
 
 
 # explain
@@ -411,10 +412,120 @@ def test_package_that_does_not_compile_is_not_installed(
     assert [p.name for p in (tmp_path / "generated").iterdir()] == ["glm53"]
 
 
+def test_packages_of_one_name_are_not_kept_over_each_other(
+    run: Run, tmp_path: Path
+) -> None:
+    built(run, GLM53, "--out", "a")
+    built(run, GLM53, "--out", "b")
+    for other in ("b/glm53", GLM53):
+        result = run("compile", "a/glm53", other, "--keep", "kept")
+        assert (result.code, result.out) == (2, "")
+        assert "--keep kept: two of the packages are named glm53" in result.err
+    assert not (tmp_path / "kept").exists()
+
+
+# Damaged packages and places
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "AttributeError: .* no attribute 'TP'"),
+        ("def (", "SyntaxError: .*"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        (None, "missing"),
+    ],
+)
+def test_verify_of_a_package_with_damaged_constants(
+    text: str | None, reason: str, run: Run, tmp_path: Path
+) -> None:
+    built(run, GLM53)
+    path = tmp_path / "generated/glm53/constants.py"
+    path.unlink()
+    if text is not None:
+        path.write_text(text)
+    result = run("verify", "generated/glm53")
+    assert (result.code, result.out) == (2, "")
+    place = "generated/glm53/constants.py"
+    assert re.fullmatch(f"{place} .*{reason}.*: run mhcgen build\n", result.err)
+
+
+def test_verify_of_a_package_for_other_architectures(run: Run, tmp_path: Path) -> None:
+    built(run, GLM53)
+    path = tmp_path / "generated/glm53/manifest.json"
+    path.write_text(path.read_text().replace('"sm_90a": [', '"sm_120a": ['))
+    result = run("verify", "generated/glm53")
+    assert result.code == 2
+    assert "--arch" not in result.err
+    assert result.err.endswith("sm_120a, sm_100a, sm_103a: run mhcgen build\n")
+
+
+def test_places_are_checked_before_the_work(run: Run) -> None:
+    for arguments, expected in (
+        (["verify", GLM53, "--json", "."], "--json .: is a folder: name a file\n"),
+        (["schema", "--output", "."], "--output .: is a folder: name a file\n"),
+        (["verify", GLM53, "--tokens", "9" * 5000], "--tokens 999"),
+        (["verify", "a" * 300], "aaa"),
+        (["compile", "a" * 300], "aaa"),
+        (["build", GLM53, "--no-compile", "--out", "a" * 300], "--out aaa"),
+        (["build", GLM53, "--check", "--out", "a" * 300], "cannot read aaa"),
+    ):
+        result = run(*arguments)
+        assert (result.code, result.out) == (2, ""), arguments
+        assert result.err.startswith(expected)
+
+
+def test_output_that_cannot_be_written() -> None:
+    command = " ".join([*COMMAND, "explain", str(GLM53)])
+    for unbuffered in ("", "1"):
+        for redirection, code, text in (
+            ("> /dev/full", 1, "cannot write .*: No space left on device\n"),
+            (">&-", 2, "standard output is closed: .*\n"),
+            (">&- 2>&-", 2, ""),
+        ):
+            result = subprocess.run(
+                f"{command} {redirection}",
+                shell=True,
+                capture_output=True,
+                env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+                text=True,
+            )
+            assert result.returncode == code
+            assert re.fullmatch(text, result.stderr)
+
+
+def test_temporary_files_that_cannot_be_written(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    result = run("compile", GLM53)
+    assert (result.code, result.out) == (1, "")
+    line = r"cannot write or read /.*/glm53/.*: No space left on device\n"
+    assert re.fullmatch(line, result.err)
+
+
+def test_a_folder_that_is_gone(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    result = run("build", GLM53)
+    assert (result.code, result.out) == (2, "")
+    assert result.err == "the current folder has been deleted: change to another\n"
+
+
 # Terminals, pipes and signals
 
 
-def test_interrupt(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+)
+def test_interrupt(number: int, code: int, tmp_path: Path) -> None:
     with subprocess.Popen(
         [*COMMAND, "build", GLM53],
         cwd=tmp_path,
@@ -423,7 +534,7 @@ def test_interrupt(tmp_path: Path) -> None:
         env=os.environ | {"TMPDIR": str(tmp_path)},
         text=True,
         # A shell may have had the tests ignore it, and processes inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
         start_new_session=True,
     ) as process:
         # Workers have started when their logs are there.
@@ -432,9 +543,11 @@ def test_interrupt(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         time.sleep(0.5)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        for _ in range(2):  # whoever is in a hurry
+            os.killpg(process.pid, number)  # as a terminal does
+            time.sleep(0.01)
         out, err = process.communicate(timeout=20)
-    assert (process.returncode, out, err) == (130, "", "")
+    assert (process.returncode, out, err) == (code, "", "")
     assert [path.name for path in tmp_path.iterdir()] == ["generated"]
     assert list((tmp_path / "generated").iterdir()) == []
 

@@ -1,6 +1,7 @@
 """Specs from config.json files: what is read, what is refused, and what is written."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from mhcgen import cli, hf_config, text_file
 from mhcgen.build import BuildError
-from mhcgen.errors import MhcgenError, PlanError, Problem
+from mhcgen.errors import MhcgenError, PlanError, Problem, SpecError
 from mhcgen.hf_config import FIELDS, read_config
 from mhcgen.json_source import parse_json
 from mhcgen.resources import resource
@@ -120,16 +121,17 @@ def test_section_that_is_no_object_is_left_alone(edited: Callable[..., Path]) ->
     assert read_config(edited(text_config=[1, 2]), 4).spec.model.hidden == 4096
 
 
-def test_repeated_key_counts_as_json_has_it(edited: Callable[..., Path]) -> None:
+def test_repeated_key_is_refused_with_its_line(edited: Callable[..., Path]) -> None:
     path = edited()
     path.write_text('{"hidden_size": 7, ' + path.read_text().lstrip()[1:])
-    assert read_config(path, 4).spec.model.hidden == 4096
+    with pytest.raises(SpecError, match=r":\d+: hidden_size: a repeated key\n.*line 1"):
+        read_config(path, 4)
 
 
 def test_model_without_experts(edited: Callable[..., Path]) -> None:
     made = read_config(edited(num_experts_per_tok=None), 4)
     assert made.spec.moe is None
-    assert "moe" not in made.text
+    assert "moe" not in made.text_in(Path())
 
 
 @pytest.mark.parametrize(
@@ -307,7 +309,7 @@ def test_what_is_no_config_file(tmp_path: Path) -> None:
     assert "a directory, not a file it holds config.json" in text
     assert "did you mean config.json?" in refusal(tmp_path / "confg.json")
     (tmp_path / "empty").mkdir()
-    assert "its folder holds no *.json" in refusal(tmp_path / "empty/a.json")
+    assert f"{tmp_path}/empty holds no *.json" in refusal(tmp_path / "empty/a.json")
 
 
 def test_large_file(tmp_path: Path) -> None:
@@ -338,7 +340,7 @@ def test_round_trip(config: str, tp: int, run: Run, tmp_path: Path) -> None:
     assert out.endswith(f"\n{made.spec.name}: written to {path.name}\n")
     assert load_spec(path).spec == made.spec
     text = path.read_text()
-    assert text.startswith("# yaml-language-server: $schema=schema.json\n# Made by")
+    assert text.startswith("# Made by")
     for value in made.values:
         assert f"  {value.loc[1]}: " in text and f"  # {value.origin}\n" in text
     assert list(tmp_path.iterdir()) == [path]
@@ -361,7 +363,7 @@ def test_name_of_a_config_cannot_end_the_comment(tmp_path: Path) -> None:
     path = tmp_path / "a\nname: b.json"
     path.write_text(V4.read_text())
     made = read_config(path, 4)
-    (tmp_path / "spec.yaml").write_text(made.text)
+    (tmp_path / "spec.yaml").write_text(made.text_in(tmp_path))
     assert load_spec(tmp_path / "spec.yaml").spec == made.spec
 
 
@@ -382,10 +384,39 @@ def test_a_refused_config_writes_nothing(run: Run, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written(run: Run) -> None:
+def test_a_place_that_cannot_be_written(run: Run, tmp_path: Path) -> None:
     code, _, err = run(V4, "--tp", 4, "--out", "none/mine.yaml")
-    assert code == 1
-    assert "cannot write none/mine.yaml: No such file or directory" in err
+    assert code == 2
+    assert err == (
+        "--out none/mine.yaml: there is no folder none; make it, or name a file "
+        "elsewhere\n"
+    )
+    (tmp_path / "folder").mkdir()
+    code, _, err = run(V4, "--tp", 4, "--out", "folder")
+    assert (code, err) == (2, "--out folder: is a folder: name a file\n")
+    code, _, err = run(V4, "--tp", 4, "--name", "")
+    assert code == 2
+    assert err.startswith("--name: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_the_schema_is_named_where_it_is(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text("{}")
+    run(V4, "--tp", 4, "--out", "mine.yaml")
+    first, second, *_ = (tmp_path / "mine.yaml").read_text().splitlines()
+    assert first == "# yaml-language-server: $schema=schema.json"
+    assert second.startswith("# Made by")
+
+
+def test_a_pipe_is_written_to_and_stays(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    text_file.check_place("--json", path)
+    write_whole(path, "text")
+    assert os.read(reader, 9) == b"text"
+    os.close(reader)
+    assert path.is_fifo()
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

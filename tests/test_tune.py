@@ -22,7 +22,8 @@ from mhcgen.plan import Plan, TargetPlan, legal_clusters, make_plan
 from mhcgen.render import kernel_rows
 from mhcgen.spec import Spec, Target
 from mhcgen.spec_file import load_spec
-from mhcgen.spec_writer import replace_file, with_target
+from mhcgen.spec_writer import with_target
+from mhcgen.text_file import write_whole
 from mhcgen.tune import (
     Candidate,
     Choice,
@@ -358,13 +359,13 @@ def test_a_file_is_replaced_whole_and_keeps_its_mode(tmp_path: Path) -> None:
     path.write_text("old")
     path.chmod(0o640)
     link.symlink_to(path)
-    replace_file(link, "new\n")
+    write_whole(link, "new\n")
     assert path.read_text() == "new\n"
     assert link.is_symlink()
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link.yaml", "spec.yaml"]
     with pytest.raises(BuildError, match=r"cannot write .*missing"):
-        replace_file(tmp_path / "missing" / "spec.yaml", "new\n")
+        write_whole(tmp_path / "missing" / "spec.yaml", "new\n")
 
 
 def test_what_was_tried_is_shown(

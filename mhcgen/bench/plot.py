@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from mhcgen.bench.report import markdown
 from mhcgen.bench.result import Result
-from mhcgen.build import BuildError
 from mhcgen.errors import MhcgenError
+from mhcgen.text_file import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -71,10 +71,7 @@ def write_plot(result: Result, path: Path) -> None:
     data = drawn(result, "svg" if kind == "html" else kind)
     if kind == "html":
         data = page(result, data.decode()).encode()
-    try:
-        path.write_bytes(data)
-    except OSError as error:
-        raise BuildError(f"cannot write {path}: {error.strerror}") from error
+    write_whole(path, data)
 
 
 def drawn(result: Result, kind: str) -> bytes:
