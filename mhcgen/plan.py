@@ -58,6 +58,8 @@ SHARED_EXPERT = {"optional": (False, True), "always": (True,), "never": (False,)
 POLLING_REGISTERS = 42
 # Registers of the projection beyond those that hold fn and the totals.
 PROJECTION_REGISTERS = 40
+# And more where the pre-mix is delayed and the mixes are in the tail: measured likewise.
+DELAYED_TAIL_REGISTERS = 1
 # Those of a projection by FMA beyond fn: 32 sums of four tokens, a fragment and what is
 # in work; and those for tokens beyond the four. Measured on DSL 4.8.1.
 FMA_REGISTERS, FMA_TOKENS, FMA_MORE_REGISTERS = 80, 4, 20
@@ -1109,6 +1111,8 @@ def projection_registers(plan: Plan, group: int, fn_octets: int | None = None) -
     addresses = octets
     # With a carried pre-mix the tokens are collapsed before; measured on DSL 4.8.1.
     collapsed = group * plan.trips * plan.lane_map.words + 4 if plan.delayed else 0
+    if plan.delayed and plan.tail:
+        collapsed += DELAYED_TAIL_REGISTERS
     held = homes[plan.fn_home] * FRAGMENT_WORDS + collapsed
     return held + totals + addresses + PROJECTION_REGISTERS
 
