@@ -29,7 +29,7 @@ from ruamel.yaml.events import (
     StreamEndEvent,
 )
 
-from mhcgen.errors import Loc, Position, Problem, SpecError, shortened
+from mhcgen.errors import Loc, Position, Problem, SpecError, shortened, visible
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 16
@@ -442,7 +442,7 @@ def _similar_to(path: Path, pattern: str) -> str:
     if close:
         return f"did you mean {' or '.join(map(shortened, close))}?"
     here = path.parent == Path()
-    folder = "the current folder" if here else shortened(str(path.parent))
+    folder = "the current folder" if here else visible(str(path.parent))
     return f"{folder} holds {_found_in(path.parent, pattern) or f'no {pattern}'}"
 
 
