@@ -58,7 +58,7 @@ SHARED_EXPERT = {"optional": (False, True), "always": (True,), "never": (False,)
 POLLING_REGISTERS = 42
 # Registers of the projection beyond those that hold fn and the totals.
 PROJECTION_REGISTERS = 40
-# And more where the pre-mix is delayed and the mixes are in the tail: measured likewise.
+# And more where the pre-mix is delayed and the mixes are in the tail.
 DELAYED_TAIL_REGISTERS = 1
 # Those of a projection by FMA beyond fn: 32 sums of four tokens, a fragment and what is
 # in work; and those for tokens beyond the four. Measured on DSL 4.8.1.
