@@ -50,6 +50,9 @@ TOKEN_GROUPS = (1, 2, 3, 4, 5, 7, 8, 9, 10, 16, 20, 24)  # what the plan picks f
 MAY_SPILL = 64  # bytes of a thread, where no promise is made
 MANY_WORDS = 16  # of one token from all ranks, which take many registers
 FEW_REGISTERS = 128  # of a thread, where blocks have more than 384
+# Of all shares of a token from all ranks: with few registers, the places of those of
+# two tokens spill more than may be, 328 bytes on DSL 4.8.1.
+SHARE_WORDS = 64
 MIXES_THREADS = 32
 INT32_MAX = 2**31 - 1
 SHARED_EXPERT = {"optional": (False, True), "always": (True,), "never": (False,)}
@@ -58,8 +61,6 @@ SHARED_EXPERT = {"optional": (False, True), "always": (True,), "never": (False,)
 POLLING_REGISTERS = 42
 # Registers of the projection beyond those that hold fn and the totals.
 PROJECTION_REGISTERS = 40
-# And more where the pre-mix is delayed and the mixes are in the tail.
-DELAYED_TAIL_REGISTERS = 1
 # Those of a projection by FMA beyond fn: 32 sums of four tokens, a fragment and what is
 # in work; and those for tokens beyond the four. Measured on DSL 4.8.1.
 FMA_REGISTERS, FMA_TOKENS, FMA_MORE_REGISTERS = 80, 4, 20
@@ -1110,9 +1111,8 @@ def projection_registers(plan: Plan, group: int, fn_octets: int | None = None) -
     totals = octets * plan.tiles * FRAGMENT_WORDS
     addresses = octets
     # With a carried pre-mix the tokens are collapsed before; measured on DSL 4.8.1.
-    collapsed = group * plan.trips * plan.lane_map.words + 4 if plan.delayed else 0
-    if plan.delayed and plan.tail:
-        collapsed += DELAYED_TAIL_REGISTERS
+    words = group * plan.trips * plan.lane_map.words
+    collapsed = words + 3 + octets if plan.delayed else 0
     held = homes[plan.fn_home] * FRAGMENT_WORDS + collapsed
     return held + totals + addresses + PROJECTION_REGISTERS
 
@@ -1134,6 +1134,13 @@ def group_fault(
         return (
             f"a group of {tokens} needs {needed} bytes of shared memory; {name} has "
             f"{limit}"
+        )
+    words = plan.arrived_words * plan.trips
+    few = target.register_limit <= FEW_REGISTERS
+    if few and group > 1 and plan.trips > 1 and words >= SHARE_WORDS:
+        return (
+            f"a group of {tokens} polls for {words} words of each with "
+            f"{target.register_limit} registers a thread, and would spill many"
         )
     registers = projection_registers(plan, group, fn_octets)
     if registers > target.register_limit:
