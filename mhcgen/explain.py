@@ -23,7 +23,6 @@ from mhcgen.plan import (
     TargetPlan,
     TokenGroup,
     boundary_registers,
-    clusters_at_once,
     launches_fault,
     projection_registers,
 )
@@ -350,9 +349,8 @@ def _target(target: TargetPlan, tokens: int | None) -> Section:
             Fact("may_spill", target.may_spill, _may_spill(target)),
             Fact(
                 "clusters_at_once",
-                clusters_at_once(target.architecture, target.cluster_size),
-                f"= {target.architecture.cluster_8_capacity} portable clusters "
-                f"x {PORTABLE_CLUSTER} blocks / {target.cluster_size}, rounded down",
+                target.wave(),
+                _wave(target),
             ),
             Fact("token_groups", target.groups, target.groups_reason),
             *(
@@ -379,6 +377,21 @@ def _target(target: TargetPlan, tokens: int | None) -> Section:
             ),
         ],
         tables,
+    )
+
+
+def _wave(target: TargetPlan) -> str:
+    size = target.cluster_size
+    if size <= PORTABLE_CLUSTER:
+        capacity = target.architecture.cluster_8_capacity
+        return (
+            f"= {capacity} portable clusters x {PORTABLE_CLUSTER} blocks / {size}, "
+            "rounded down"
+        )
+    each = target.architecture.max_cluster // size
+    return (
+        f"= {target.wave() // each} groups of multiprocessors x {each}, the clusters "
+        "that fit one"
     )
 
 

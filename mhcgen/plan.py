@@ -277,7 +277,7 @@ class TargetPlan:
     def may_spill_of(self, row: TokenGroup) -> int:
         """As ``may_spill``, of the kernels of a dispatch row.
 
-        Two blocks leave their threads few registers: measured up to eight bytes.
+        Two blocks leave their threads few registers: measured up to four bytes.
         """
         return MAY_SPILL if row.blocks > 1 else self.may_spill
 

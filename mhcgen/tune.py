@@ -51,11 +51,6 @@ class Candidate:
         """Blocks that share a multiprocessor."""
         return 2 if self.shared_octets else 1
 
-    @property
-    def kernel(self) -> int | str:
-        """What a package that splits fn names its kernels by."""
-        return f"{self.group}_split" if self.shared_octets else self.group
-
     def fn_octets(self, plan: Plan) -> int | None:
         """What a dispatch row of a spec says of fn; None for the plan's own choice."""
         if not self.shared_octets:
@@ -134,12 +129,13 @@ class Tuned:
     def targets(self) -> dict[str, Target]:
         """The targets of the tuned spec."""
         size = self.choice.cluster_size
+        launches = 2 if wants_two_launches(self.plan, self.arch) else None
         rows = [
             {
                 "max_tokens": row.max_tokens,
                 "group": row.group,
                 "fn_octets": row.candidate(size).fn_octets(self.plan),
-                "launches": 2 if wants_two_launches(self.plan, self.arch) else None,
+                "launches": launches,
             }
             for row in self.choice.token_groups
         ]

@@ -26,6 +26,7 @@ from mhcgen.resources import resource
 SPECS = resource("specs")
 GLM53 = SPECS / "glm53.yaml"
 TP2 = SPECS / "glm53_tp2.yaml"
+WIDE = SPECS / "dsv41_flash_tp4.yaml"
 COMMAND = [sys.executable, "-m", "mhcgen"]
 
 
@@ -306,7 +307,7 @@ def test_explain_shows_derivations(run: Run, glm53_plan: Plan) -> None:
 def test_explained_sums_are_right(run: Run) -> None:
     """Whoever reads a derivation can redo it, and gets the same number."""
     redone = 0
-    for spec in (GLM53, TP2):
+    for spec in (GLM53, TP2, WIDE):
         for value, how in re.findall(r"  (\d+) += (.*)", run("explain", spec).out):
             formula = how.split(",")[0] if "min(" not in how else how
             up = "rounded up" in how

@@ -130,10 +130,12 @@ class VariantTimer:
         launcher = self._packages[_package(candidate)].launcher
         x, shared = inputs.x, inputs.shared
         outputs, mix = launcher.outputs(inputs.m), launcher.mix(inputs.m)
-        whole = launcher.call_of(candidate.kernel, inputs.m)
+        sizes = launcher.sizes.items()
+        (name,) = [name for name, size in sizes if size == candidate.group]
+        whole = launcher.call_of(name, inputs.m)
         if whole is not None and self._publishing:
             return partial(launcher.call, whole, x, shared, outputs, mix)
-        kernel = launcher.boundaries[candidate.kernel]
+        kernel = launcher.boundaries[name]
 
         def call() -> None:
             launcher.publish(x)

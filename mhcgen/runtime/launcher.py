@@ -60,8 +60,10 @@ class Launcher:
         mailbox: This rank's end of the all-reduce.
         rows: The rows that the next boundary of one rank alone takes, [M, H].
         finalizes: The finalize kernels by routing dtype and shared expert.
+        sizes: Tokens of a cluster of each boundary kernel, by what names it in the
+            dispatch table.
         boundaries: The boundary kernels that consume what was published before, by
-            what names them in the dispatch table.
+            the same.
         publishing: The boundary kernels that publish their own rows, likewise.
         room: How many clusters of these run at once.
     """
@@ -102,9 +104,9 @@ class Launcher:
             for dtype in getattr(constants, "ROUTING_WEIGHTS", ())
             for shared in constants.SHARED_EXPERT
         }
-        self._sizes = {kernel_of(row): row.size for row in rows}
+        self.sizes = {kernel_of(row): row.size for row in rows}
         self.boundaries = {
-            kernel: compiled[kernels.boundary_name(kernel)] for kernel in self._sizes
+            kernel: compiled[kernels.boundary_name(kernel)] for kernel in self.sizes
         }
         self.room = room
         self.publishing = {
@@ -211,7 +213,7 @@ class Launcher:
         if self._publish is None:
             # One rank alone has nothing to publish.
             return self.boundaries[kernel] if m else None
-        clusters = -(-m // self._sizes[kernel])
+        clusters = -(-m // self.sizes[kernel])
         fits = 0 < clusters <= self.room.get(kernel, 0)
         return self.publishing[kernel] if fits else None
 

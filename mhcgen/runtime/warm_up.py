@@ -110,9 +110,9 @@ def launch_together(launchers: Sequence[Launcher]) -> None:
             launch_consumer(launcher, turn, stream)
         steps.launched(consumer_name(launchers[0], turn))
     for launcher in launchers:
-        for size, kernel in launcher.publishing.items():
+        for name, kernel in launcher.publishing.items():
             launch_call(launcher, kernel, stream)
-            steps.launched(f"the publishing boundary of token group {size}")
+            steps.launched(f"the publishing boundary of token group {name}")
         for key in launcher.finalizing:
             launch_routed_call(launcher, key, stream)
             steps.launched(f"the finalizing boundary of token group {key[0]}")
@@ -155,7 +155,7 @@ def consumers(launcher: Launcher) -> int:
 
 def consumer_name(launcher: Launcher, turn: int) -> str:
     """What messages call consumer ``turn``, round and round."""
-    groups = [f"the boundary of token group {size}" for size in launcher.boundaries]
+    groups = [f"the boundary of token group {name}" for name in launcher.boundaries]
     return [*groups, "the exit"][turn % consumers(launcher)]
 
 
