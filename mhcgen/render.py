@@ -40,6 +40,7 @@ EMITTED_IF: dict[PurePosixPath, Callable[[Plan], bool]] = {
     PurePosixPath("finalize.py"): lambda plan: plan.spec.moe is not None,
     PurePosixPath("ends.py"): lambda plan: plan.ends,
     PurePosixPath("entry.py"): lambda plan: plan.spec.ends.entry,
+    PurePosixPath("events.py"): lambda plan: not plan.tail,
     PurePosixPath("exit.py"): lambda plan: plan.exit_by is not None,
     PurePosixPath("fn_rows.py"): lambda plan: plan.multiplies_rows,
     PurePosixPath("projection_fma.py"): lambda plan: plan.projection == "fma",

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from cuda.bindings import driver
+from cutlass import BFloat16, Float16, Float32, Int32, Int64
 
 from mhcgen.runtime import mailbox
+
+TYPES = {
+    BFloat16: "bfloat16",
+    Float16: "float16",
+    Float32: "float32",
+    Int32: "int32",
+    Int64: "int64",
+}
 
 
 class Machine:
@@ -25,6 +34,7 @@ class Machine:
         self.made = 0
         self.recorded = 0
         self.given: dict[str, tuple[Any, ...]] = {}
+        self.events: dict[int, Any] = {}
 
     def stream(self, handle: int) -> Any:
         self.made += 1
@@ -46,23 +56,78 @@ class Machine:
         def query() -> bool:
             return self.stuck not in behind
 
-        return SimpleNamespace(record=record, wait=wait, query=query)
+        handle = 1000 + len(self.events)
+        self.events[handle] = SimpleNamespace(
+            record=record, wait=wait, query=query, cuda_event=handle
+        )
+        return self.events[handle]
 
     def recorded_on(self, stream: Any) -> None:
         self.recorded += 1
         assert stream.cuda_stream == 99
 
-    def kernel(self, name: str) -> Callable[..., None]:
+    def kernel(self, name: str, takes: Sequence[Any] = ()) -> Callable[..., None]:
+        """A kernel that refuses what it is not compiled for, if that is told."""
+
         def launch(*arguments: Any) -> None:
-            self.log.append(name)
+            if takes:
+                refuse(arguments, takes)
             self.given[name] = arguments
+            if name == "mixes" and isinstance(arguments[-1], int):
+                self._launch_beside(name, *arguments[-3:])
+            else:
+                self.log.append(name)
 
         return launch
+
+    def _launch_beside(self, name: str, before: int, after: int, stream: int) -> None:
+        """What the host code of the mixes does: see templates/package/mixes.py."""
+        side = SimpleNamespace(cuda_stream=stream)
+        self.events[before].record(SimpleNamespace(cuda_stream=self.handle))
+        self.events[before].wait(side)
+        self.log.append(name)
+        self.events[after].record(side)
 
     def done(self) -> list[str]:
         """What was done since the last time."""
         log, self.log[:] = list(self.log), []
         return log
+
+
+def refuse(arguments: Sequence[Any], takes: Sequence[Any]) -> None:
+    """Refuses what a compiled kernel would, as it does: before any launch.
+
+    Args:
+        arguments: What is given.
+        takes: What the kernel says that it is compiled for, and its streams.
+    """
+    sizes: dict[int, int] = {}  # by the identity of the symbol
+    for place, (argument, stand_in) in enumerate(zip(arguments, takes, strict=False)):
+        where = f"argument #{place}"
+        if stand_in is None or not hasattr(stand_in, "shape"):
+            if (argument is None) is not (stand_in is None):
+                raise TypeError(f"Mismatched type on {where}")
+            continue
+        if not hasattr(argument, "data_ptr") and not hasattr(argument, "dtype"):
+            raise TypeError(f"Mismatched type on {where}, expected Tensor")
+        if not str(argument.dtype).endswith(TYPES[stand_in.element_type]):
+            raise ValueError(f"Mismatched dtype on {where}")
+        if len(argument.shape) != len(stand_in.shape):
+            raise ValueError(f"Mismatched ndim on {where}")
+        for size, expected in zip(argument.shape, stand_in.shape, strict=True):
+            known = expected
+            if not isinstance(expected, int):
+                known = sizes.setdefault(id(expected), size)
+            if size != known:
+                raise ValueError(f"Mismatched shape on {where}")
+        if not isinstance(argument, torch.Tensor):
+            continue  # converted once, not at each launch
+        if argument.device.type != "cpu":
+            raise ValueError(f"Mismatched device on {where}")
+        if not argument.is_contiguous():
+            raise ValueError(f"Mismatched strides on {where}")
+        if argument.data_ptr() % 16:
+            raise ValueError(f"Misaligned Tensor data on {where}")
 
 
 def machine_in(monkeypatch: pytest.MonkeyPatch) -> Machine:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -28,7 +29,7 @@ from mhcgen.resources import resource
 from mhcgen.runtime import loader, warm_up
 from mhcgen.runtime.arguments import BoundaryInput, Checks
 from mhcgen.runtime.host import FusedBoundary
-from mhcgen.runtime.launcher import Launcher
+from mhcgen.runtime.launcher import Launcher, like
 from mhcgen.runtime.side_stream import capture_of
 from mhcgen.runtime.warm_up import warm_up_together
 from mhcgen.spec_file import load_spec
@@ -106,9 +107,14 @@ def fused_of(
 ) -> FusedBoundary:
     constants, kernels = modules
     box = mailbox_of(constants)
-    names = kernels.kernels("sm_90a", (box.transport,))
-    compiled = {name: machine.kernel(name) for name in names}
-    return FusedBoundary(Launcher(constants, kernels, compiled, "sm_90a", box, room))
+    compiled = {
+        name: machine.kernel(name, kernel.arguments())
+        for name, kernel in kernels.kernels("sm_90a", (box.transport,)).items()
+    }
+    launcher = Launcher(constants, kernels, compiled, "sm_90a", box, room)
+    fused = FusedBoundary(launcher)
+    machine.done()
+    return fused
 
 
 def forget(fused: FusedBoundary) -> None:
@@ -307,7 +313,10 @@ def test_what_the_kernels_are_given(machine: Machine, boundary: FusedBoundary) -
     assert mix.shape == (3, MIX)
     assert same(
         machine.given["mixes"],
-        [mix, given["scale"], given["base"], output.post, output.comb, 99],
+        [
+            *(mix, given["scale"], given["base"], output.post, output.comb),
+            *boundary._side.handles,
+        ],
     )
     boundary.publish(given["x"])
     boundary.consume(**{name: given[name] for name in NAMES[1:]})
@@ -348,13 +357,11 @@ def test_an_entry_of_a_tail_launches_its_mixes_behind_it(
 ) -> None:
     given = arguments(3)
     names = ("fn", "scale", "base", "norm_weight")
-    machine.handle = 7
     output = tail.entry(given["x"], **{name: given[name] for name in names})
     assert machine.done() == ["entry", "mixes"]
-    mix, *_, post, comb, stream = machine.given["mixes"]
+    mix, *_, post, comb = machine.given["mixes"]
     assert mix is machine.given["entry"][6]
     assert same([post, comb], [output.post, output.comb])
-    assert stream == 7
 
 
 def test_shapes_are_made_once(
@@ -652,6 +659,15 @@ def test_no_tokens(machine: Machine, boundary: FusedBoundary) -> None:
     assert [len(tensor) for tensor in output] == [0] * 4
 
 
+@pytest.mark.parametrize(
+    "shape", [(3, 4, 32), (1, 4, 1), (3, 1, 1), (1, 1, 1), (0, 4, 32), (0, 1, 1), (1,)]
+)
+def test_what_is_allocated_is_contiguous(shape: tuple[int, ...]) -> None:
+    """To the letter: kernels check strides that torch does not ask for."""
+    made = torch.empty_like(like(torch.empty(()), *shape))
+    assert made.stride() == torch.empty(shape).stride()
+
+
 def refused(fault: str, tensor: torch.Tensor) -> Any:
     """An argument with one fault."""
     if fault == "type":
@@ -687,18 +703,55 @@ FAULTS = {
 }
 
 
+@pytest.mark.parametrize("m", [3, 20], ids=["one launch", "two launches"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_named_and_nothing_is_launched(
-    machine: Machine, boundary: FusedBoundary, name: str, fault: str
+    machine: Machine, boundary: FusedBoundary, name: str, fault: str, m: int
 ) -> None:
-    given: dict[str, Any] = arguments(3)
+    """The mixes of the call before stay pending: another stream can join them."""
+    given: dict[str, Any] = arguments(m)
     boundary(**given)
     machine.done()
     given[name] = refused(fault, given[name])
     error, message = FAULTS[fault]
-    with pytest.raises(error, match=f"^{name} {message}"):
+    with pytest.raises(error, match=f"^{name} {message}") as caught:
         boundary(**given)
+    told = "".join(traceback.format_exception(caught.value))
+    assert "Mismatched" not in told and "Misaligned" not in told
+    assert launches(machine.done()) == []
+    machine.handle = 5
+    boundary.join()
+    assert waits(machine.done(), 5) == 1
+
+
+def test_arguments_that_no_kernel_takes_are_refused(
+    machine: Machine, boundary: FusedBoundary, tmp_path: Path
+) -> None:
+    """A launch does not see them: it is not given them."""
+    given: dict[str, Any] = arguments(3)
+    with pytest.raises(ValueError, match=r"^pre is given"):
+        boundary(**given, pre=torch.zeros(3, HC))
+    model = load_spec(resource("specs") / "glm53.yaml").spec.model.model_dump()
+    model |= {"hidden": H, "norm_weight": "none"}
+    modules = import_variant(tmp_path, "host_weightless", mixes="tail", model=model)
+    weightless = fused_of(machine, modules, ROOM)
+    with pytest.raises(ValueError, match=r"^norm_weight is given"):
+        weightless(**given)
+    assert machine.done() == []
+
+
+@pytest.mark.parametrize("m", [3, 20], ids=["one launch", "two launches"])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", ROUTED)
+def test_each_fault_of_a_routed_sum_is_named(
+    machine: Machine, boundary: FusedBoundary, name: str, fault: str, m: int
+) -> None:
+    given: dict[str, Any] = routed(m)
+    given[name] = refused(fault, given[name])
+    error, message = FAULTS[fault]
+    with pytest.raises(error, match=f"^{name} {message}"):
+        boundary.finalize(**given)
     assert machine.done() == []
 
 
@@ -859,6 +912,6 @@ def test_what_needs_more_gpus_says_so(inputs: Inputs) -> None:
 def test_the_hosts_time_is_told_by_steps(machine: Machine, inputs: Inputs) -> None:
     times = host_time(inputs)
     assert times["call and join"] == pytest.approx(times["call"] + times["join"])
-    assert {"checks of x", "other checks", "outputs", "boundary"} < set(times)
+    assert {"checks", "outputs", "boundary", "mixes"} < set(times)
     assert "publish" not in times
     assert min(times.values()) > 0

@@ -20,6 +20,7 @@ from mhcgen.bench.machine import Machine
 from mhcgen.bench.packages import Loaded
 from mhcgen.runtime.arguments import BoundaryInput, RoutedInput
 from mhcgen.runtime.dtypes import DTYPES
+from mhcgen.runtime.side_stream import SideStream
 
 BOUNDARY = "boundary"
 TWO_LAUNCHES = "two launches"
@@ -216,10 +217,11 @@ def mixes(package: Loaded, inputs: Inputs) -> Call:
     outputs, mix = launcher.outputs(inputs.m), launcher.mix(inputs.m)
     assert mix is not None
     mix.normal_()
+    side = SideStream(mix.device)
 
     def call() -> None:
         stream = torch.cuda.current_stream(mix.device)
-        launcher.mixes(mix, shared, outputs, stream.cuda_stream)
+        launcher.mixes(mix, shared, outputs, side.on(stream))
 
     return call
 

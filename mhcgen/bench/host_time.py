@@ -23,41 +23,29 @@ def host_time(inputs: Inputs) -> dict[str, float]:
     The device may lag behind: with nothing between the calls it is the faster one.
     """
     boundary, launcher = inputs.package.boundary, inputs.package.launcher
-    arguments = (inputs.x, *inputs.shared)
-    checks, kernel = boundary._checks, launcher.boundary_kernel(inputs.m)
+    x, shared = inputs.x, inputs.shared
     outputs, mix = launcher.outputs(inputs.m), launcher.mix(inputs.m)
-    whole = timed(
-        [
-            ("call", lambda: boundary(*arguments)),
-            ("join", boundary.join),
+    whole = timed([("call", lambda: boundary(x, *shared)), ("join", boundary.join)])
+    checks, kernel = boundary._checks, launcher.call_kernel(inputs.m)
+    if kernel is not None:
+        steps: list[Step] = [
+            ("checks", lambda: checks.plain((x,), shared)),
+            ("boundary", lambda: launcher.call(kernel, x, shared, outputs, mix)),
         ]
+    else:
+        second = launcher.boundary_kernel(inputs.m)
+        steps = [
+            ("checks", lambda: checks.call(x, shared)),
+            ("publish", lambda: launcher.publish(x)),
+            ("boundary", lambda: launcher.boundary(second, shared, outputs, mix)),
+        ]
+    if mix is not None:
+        side = boundary._side
+        steps.append(("mixes", lambda: launcher.mixes(mix, shared, outputs, side)))
+    steps.insert(
+        1, ("outputs", lambda: (launcher.outputs(inputs.m), launcher.mix(inputs.m)))
     )
-    whole_kernel = launcher.call_kernel(inputs.m)
-    launches: list[Step] = [
-        ("publish", lambda: launcher.publish(inputs.x)),
-        (
-            "boundary",
-            lambda: launcher.boundary(kernel, inputs.shared, outputs, mix),
-        ),
-    ]
-    if whole_kernel is not None:
-        launches = [
-            (
-                "boundary",
-                lambda: launcher.call(
-                    whole_kernel, inputs.x, inputs.shared, outputs, mix
-                ),
-            )
-        ]
-    steps = timed(
-        [
-            ("checks of x", lambda: checks.x(inputs.x)),
-            ("other checks", lambda: checks.boundary(inputs.m, inputs.shared)),
-            ("outputs", lambda: (launcher.outputs(inputs.m), launcher.mix(inputs.m))),
-            *launches,
-        ]
-    )
-    return {WHOLE: sum(whole.values())} | whole | steps
+    return {WHOLE: sum(whole.values())} | whole | timed(steps)
 
 
 def timed(steps: Sequence[Step]) -> dict[str, float]:

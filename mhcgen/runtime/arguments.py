@@ -114,6 +114,41 @@ class Checks:
         # A model's boundaries take the same weights each time: those that were checked.
         self._known: dict[tuple[object, ...], list[weakref.ref[object]]] = {}
 
+    def plain(self, rows: Iterable[torch.Tensor | None], inputs: BoundaryInput) -> bool:
+        """Whether a boundary's launch would refuse whatever else is wrong with a call.
+
+        Compiled kernels check types, shapes, strides, devices and alignment before they
+        launch, in a fraction of the time. They see neither what they are not given nor
+        a view that is yet to be negated, nor memory that is gone.
+
+        Args:
+            rows: What the call publishes, or closes and publishes.
+            inputs: The other arguments.
+        """
+        if inputs.pre is not None and not self._delayed:
+            return False
+        if inputs.norm_weight is not None and not self._weighted_norm:
+            return False
+        try:
+            for tensor in (*rows, *inputs):
+                if tensor is not None and (tensor.is_neg() or not tensor.data_ptr()):
+                    return False
+        except (AttributeError, RuntimeError):
+            return False
+        return True
+
+    def call(self, x: torch.Tensor, inputs: BoundaryInput) -> int:
+        """Checks the arguments of a call and returns M."""
+        m = self.x(x)
+        self.boundary(m, inputs)
+        return m
+
+    def finalize(self, routed: RoutedInput, inputs: BoundaryInput) -> int:
+        """Checks the arguments of finalize and returns M."""
+        m = self.routed(routed)
+        self.boundary(m, inputs)
+        return m
+
     def x(self, x: torch.Tensor) -> int:
         """Checks x and returns M."""
         m = rows_of(x)

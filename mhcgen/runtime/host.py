@@ -128,19 +128,14 @@ class FusedBoundary:
                 or an earlier call broke off half-way.
         """
         inputs = BoundaryInput(residual, post, comb, fn, scale, base, norm_weight, pre)
-        m = self._checks.x(x)
-        self._checks.boundary(m, inputs)
-        launcher = self._launcher
+        launcher, check = self._launcher, self._checks.call
+        m = rows_of(x)
         kernel = launcher.call_kernel(m)
+        if kernel is None or not self._checks.plain((x,), inputs):
+            check(x, inputs)
         if kernel is None:
             return self._run(Published(m, (x,)), partial(launcher.publish, x), inputs)
-        outputs, mix = launcher.outputs(m), launcher.mix(m)
-        with self._on_device():
-            self._begin()
-            launcher.call(kernel, x, inputs, outputs, mix)
-            if mix is not None:
-                self._launch_mixes(inputs, outputs, mix)
-        return outputs
+        return self._run_whole(m, partial(launcher.call, kernel, x), check, x, inputs)
 
     def finalize(
         self,
@@ -180,20 +175,16 @@ class FusedBoundary:
         routed = RoutedInput(
             gemm2_permuted, expert_weights, expanded_idx_to_permuted_idx, shared_output
         )
-        m = self._checks.routed(routed)
-        self._checks.boundary(m, inputs)
-        launcher = self._launcher
+        launcher, check = self._launcher, self._checks.finalize
+        m = rows_of(expert_weights)
         kernel = launcher.finalize_kernel(m, routed)
+        if kernel is None or not self._checks.plain(routed, inputs):
+            check(routed, inputs)
         if kernel is None:
             publish = partial(launcher.finalize, routed)
             return self._run(Published(m, routed), publish, inputs)
-        outputs, mix = launcher.outputs(m), launcher.mix(m)
-        with self._on_device():
-            self._begin()
-            launcher.call_routed(kernel, routed, inputs, outputs, mix)
-            if mix is not None:
-                self._launch_mixes(inputs, outputs, mix)
-        return outputs
+        launch = partial(launcher.call_routed, kernel, routed)
+        return self._run_whole(m, launch, check, routed, inputs)
 
     def entry(
         self,
@@ -412,6 +403,36 @@ class FusedBoundary:
                 f"residual has {m} tokens, and {published} were published before"
             )
 
+    def _run_whole(
+        self,
+        m: int,
+        launch: Callable[..., None],
+        check: Callable[[Any, BoundaryInput], int],
+        rows: Any,
+        inputs: BoundaryInput,
+    ) -> BoundaryOutput:
+        """Launches a call in one launch, which checks the arguments.
+
+        Args:
+            m: Tokens.
+            launch: Launches it on inputs, outputs and memory for mixes.
+            check: Names what the launch found wrong with the arguments.
+            rows: x, or the arguments of finalize alone.
+            inputs: The other arguments.
+        """
+        launcher = self._launcher
+        outputs, mix = launcher.outputs(m), launcher.mix(m)
+        with self._on_device():
+            self._begin()
+            try:
+                launch(inputs, outputs, mix)
+            except Exception:
+                name_fault(check, rows, inputs)
+                raise
+            if mix is not None:
+                self._launch_mixes(inputs, outputs, mix)
+        return outputs
+
     def _run(
         self,
         published: Published,
@@ -457,7 +478,7 @@ class FusedBoundary:
         launch()
 
     def _begin(self) -> None:
-        """Makes the stream wait for the mixes of the last call, and lets go of them."""
+        """Makes the stream wait for the mixes of the last call."""
         if self._published is not None:
             if self._published.alone:
                 raise RuntimeError(
@@ -469,7 +490,7 @@ class FusedBoundary:
                 "the ranks no longer agree: load the package again on all ranks"
             )
         if self._side is not None:
-            self._side.begin()
+            self._side.join()
 
     def _launch_boundary(
         self,
@@ -491,15 +512,23 @@ class FusedBoundary:
         mix: torch.Tensor,
     ) -> None:
         """Launches mixes on the side stream; without one, on that of the call."""
-        launch = partial(self._launcher.mixes, mix, inputs, outputs)
-        if self._side is None:
-            launch(torch._C._cuda_getCurrentRawStream(self.device.index))
-            return
-        written = self._launcher.mix_outputs(outputs)
-        self._side.launch(launch, (mix, inputs.scale, inputs.base, *written))
+        launcher, side = self._launcher, self._side
+        if side is not None:
+            side.hold((mix, inputs.scale, inputs.base, *launcher.mix_outputs(outputs)))
+        launcher.mixes(mix, inputs, outputs, side)
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Makes the device current where it is not; that takes a while."""
         if torch.cuda.current_device() == self.device.index:
             return NOTHING
         return torch.cuda.device(self.device)
+
+
+def name_fault(
+    check: Callable[[Any, BoundaryInput], int], rows: Any, inputs: BoundaryInput
+) -> None:
+    """Raises what a check finds wrong, in the place of what a launch found."""
+    try:
+        check(rows, inputs)
+    except (TypeError, ValueError) as error:
+        raise error from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from functools import partial
+from math import prod
 from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -23,12 +23,13 @@ from .arguments import (
 from .dtypes import DTYPES
 from .mailbox import LOCAL, Mailbox
 from .occupancy import Kernel, kernel_of
+from .side_stream import SideStream
 
 Fields = Callable[[Any], tuple[torch.Tensor, ...]]
 
 
 class Shapes(NamedTuple):
-    """Tensors of the shapes that a call of some M allocates, all of one element.
+    """Tensors of the shapes that a call of some M allocates; see ``like``.
 
     To make another one like them is quicker than to name shape, dtype and device.
 
@@ -41,7 +42,10 @@ class Shapes(NamedTuple):
     mix: torch.Tensor
 
 
-empty = partial(torch.empty_like, memory_format=torch.contiguous_format)
+def like(element: torch.Tensor, *shape: int) -> torch.Tensor:
+    """A tensor of one element, of which ``empty_like`` makes contiguous ones."""
+    # Strides of zero are handed on where they are as good as those of a dense tensor.
+    return element.new_empty(shape) if prod(shape) < 2 else element.expand(shape)
 
 
 def positional(compiled: Any) -> Any:
@@ -53,7 +57,7 @@ def positional(compiled: Any) -> Any:
 class Launcher:
     """One rank's compiled kernels and its mailbox.
 
-    All launches but those of the mixes go to the current stream.
+    All launches go to the current stream, but those of the mixes beside it.
 
     Attributes:
         constants: The package's ``constants`` module.
@@ -204,9 +208,9 @@ class Launcher:
     def call_kernel(self, m: int) -> Any:
         """The kernel that takes ``m`` tokens through a whole call, in one launch.
 
-        None where a call takes two, and for no tokens.
+        None where a call takes two, for no tokens, and for more than the capacity.
         """
-        return self._call_by_tokens[m]
+        return self._call_by_tokens[m] if m < len(self._call_by_tokens) else None
 
     def call_of(self, kernel: Kernel, m: int) -> Any:
         """As ``call_kernel``, with the kernel of some row of the dispatch table."""
@@ -220,9 +224,9 @@ class Launcher:
     def finalize_kernel(self, m: int, routed: RoutedInput) -> Any:
         """The kernel that closes a routed sum and takes it through, in one launch.
 
-        None where that takes two, and for no tokens.
+        None where that takes two, for no tokens, and for more than the capacity.
         """
-        if self._call_by_tokens[m] is None:
+        if self.call_kernel(m) is None:
             return None
         shared = routed.shared_output is not None
         key = self._kernels[m], routed.expert_weights.dtype, shared
@@ -230,7 +234,9 @@ class Launcher:
 
     def outputs(self, m: int) -> BoundaryOutput:
         """Memory for the outputs of ``m`` tokens."""
-        return self._output_type(*[empty(like) for like in self._shapes_of(m).outputs])
+        return self._output_type._make(
+            map(torch.empty_like, self._shapes_of(m).outputs)
+        )
 
     def mix(self, m: int) -> torch.Tensor | None:
         """Memory for what a boundary of ``m`` tokens hands to the mixes kernel.
@@ -241,11 +247,11 @@ class Launcher:
 
     def entry_mix(self, m: int) -> torch.Tensor:
         """Memory for what an entry of ``m`` tokens hands to the mixes kernel."""
-        return empty(self._shapes_of(m).mix)
+        return torch.empty_like(self._shapes_of(m).mix)
 
     def exit_output(self, m: int) -> torch.Tensor:
         """Memory for what the exit returns, [M, H] activations."""
-        return empty(self._activation.expand(m, self.constants.HIDDEN))
+        return torch.empty_like(like(self._activation, m, self.constants.HIDDEN))
 
     def _shapes_of(self, m: int) -> Shapes:
         """The shapes of ``m`` tokens, which are remembered."""
@@ -253,16 +259,16 @@ class Launcher:
         if shapes is None:
             c, activation, fp32 = self.constants, self._activation, self._fp32
             known = {
-                "residual": activation.expand(m, c.HC, c.HIDDEN),
-                "post": fp32.expand(m, c.HC, 1),
-                "comb": fp32.expand(m, c.HC, c.HC),
-                "layer_input": activation.expand(m, c.HIDDEN),
-                "pre": fp32.expand(m, c.HC),
-                "stream_mean": activation.expand(m, c.HIDDEN),
+                "residual": like(activation, m, c.HC, c.HIDDEN),
+                "post": like(fp32, m, c.HC, 1),
+                "comb": like(fp32, m, c.HC, c.HC),
+                "layer_input": like(activation, m, c.HIDDEN),
+                "pre": like(fp32, m, c.HC),
+                "stream_mean": like(activation, m, c.HIDDEN),
             }
             names = self._output_type._fields
             outputs = tuple(known[name] for name in names)
-            shapes = self._shapes[m] = Shapes(outputs, fp32.expand(m, c.MIX))
+            shapes = self._shapes[m] = Shapes(outputs, like(fp32, m, c.MIX))
         return shapes
 
     def publish(self, x: torch.Tensor) -> None:
@@ -366,14 +372,20 @@ class Launcher:
         mix: torch.Tensor,
         inputs: BoundaryInput | EntryInput,
         outputs: BoundaryOutput,
-        stream: int,
+        side: SideStream | None,
     ) -> None:
-        """Computes post, comb and a delayed pre on a stream, given as a handle.
+        """Computes post, comb and a delayed pre from what a boundary or an entry gave.
 
-        To make the stream current would cost more than the launch.
+        Args:
+            mix: What it gave.
+            inputs: What it took.
+            outputs: What it returns.
+            side: Where they are launched; on the current stream in packages without.
         """
         assert self._mixes is not None
-        self._mixes(mix, inputs.scale, inputs.base, *self._mix_outputs(outputs), stream)
+        written = self._mix_outputs(outputs)
+        where = () if side is None else side.handles
+        self._mixes(mix, inputs.scale, inputs.base, *written, *where)
 
     def mix_outputs(self, outputs: BoundaryOutput) -> tuple[torch.Tensor, ...]:
         """Those outputs that the mixes kernel writes."""

@@ -14,6 +14,7 @@ from .arguments import BoundaryInput, EntryInput, ExitInput, RoutedInput
 from .dtypes import DTYPES
 from .launcher import Launcher
 from .occupancy import Kernel
+from .side_stream import SideStream
 
 DEADLINE = 60.0  # seconds: the kernels take microseconds, and ranks come together
 POLL = 1e-3  # seconds
@@ -61,18 +62,18 @@ def warm_up_alone(launcher: Launcher) -> None:
     """
     for turn in range(len(publishes(launcher))):
         launch_publish(launcher, turn)
-    stream = torch.cuda.current_stream()
+    side = side_of(launcher)
     for turn in range(consumers(launcher)):
         # +0.0 is no sentinel: everything has arrived.
         launcher.mailbox.buffer.zero_()
-        launch_consumer(launcher, turn, stream)
+        launch_consumer(launcher, turn, side)
     for kernel in launcher.publishing.values():
         launcher.mailbox.buffer.zero_()
-        launch_call(launcher, kernel, stream)
+        launch_call(launcher, kernel, side)
     for key in launcher.finalizing:
         launcher.mailbox.buffer.zero_()
-        launch_routed_call(launcher, key, stream)
-    launch_entry(launcher, stream)
+        launch_routed_call(launcher, key, side)
+    launch_entry(launcher, side)
     torch.cuda.synchronize()
 
 
@@ -101,24 +102,32 @@ def warm_up_together(launchers: Sequence[Launcher]) -> None:
 def launch_together(launchers: Sequence[Launcher]) -> None:
     """Does what ``warm_up_together`` says."""
     turns = max(len(publishes(launchers[0])), consumers(launchers[0]))
-    stream = torch.cuda.current_stream()
-    steps = Steps(stream)
+    side = side_of(launchers[0])
+    steps = Steps(torch.cuda.current_stream())
     for turn in range(turns):
         for launcher in launchers:
             launch_publish(launcher, turn)
         for launcher in launchers:
-            launch_consumer(launcher, turn, stream)
+            launch_consumer(launcher, turn, side)
         steps.launched(consumer_name(launchers[0], turn))
     for launcher in launchers:
         for name, kernel in launcher.publishing.items():
-            launch_call(launcher, kernel, stream)
+            launch_call(launcher, kernel, side)
             steps.launched(f"the publishing boundary of token group {name}")
         for key in launcher.finalizing:
-            launch_routed_call(launcher, key, stream)
+            launch_routed_call(launcher, key, side)
             steps.launched(f"the finalizing boundary of token group {key[0]}")
-        launch_entry(launcher, stream)
+        launch_entry(launcher, side)
     steps.launched("the entry")
     steps.wait()
+
+
+def side_of(launcher: Launcher) -> SideStream | None:
+    """What the mixes kernel is given to be launched on the current stream."""
+    if launcher.constants.MIXES == "tail":
+        return None
+    side = SideStream(launcher.mailbox.buffer.device)
+    return side.on(torch.cuda.current_stream())
 
 
 def publishes(launcher: Launcher) -> list[tuple[torch.dtype, bool] | None]:
@@ -159,7 +168,7 @@ def consumer_name(launcher: Launcher, turn: int) -> str:
     return [*groups, "the exit"][turn % consumers(launcher)]
 
 
-def launch_consumer(launcher: Launcher, turn: int, stream: torch.cuda.Stream) -> None:
+def launch_consumer(launcher: Launcher, turn: int, side: SideStream | None) -> None:
     """Launches consumer ``turn``, round and round, and a boundary's mixes, on zeros."""
     kernels = list(launcher.boundaries.values())
     turn %= consumers(launcher)
@@ -172,10 +181,10 @@ def launch_consumer(launcher: Launcher, turn: int, stream: torch.cuda.Stream) ->
     boundary = BoundaryInput(**{name: given[name] for name in BoundaryInput._fields})
     launcher.boundary(kernels[turn], boundary, outputs, mix)
     if mix is not None:
-        launcher.mixes(mix, boundary, outputs, stream.cuda_stream)
+        launcher.mixes(mix, boundary, outputs, side)
 
 
-def launch_call(launcher: Launcher, kernel: Any, stream: torch.cuda.Stream) -> None:
+def launch_call(launcher: Launcher, kernel: Any, side: SideStream | None) -> None:
     """Launches a boundary that publishes its own rows, and its mixes, on zeros."""
     given = zeros_of(launcher)
     x = given["hidden"]
@@ -183,13 +192,13 @@ def launch_call(launcher: Launcher, kernel: Any, stream: torch.cuda.Stream) -> N
     boundary = BoundaryInput(**{name: given[name] for name in BoundaryInput._fields})
     launcher.call(kernel, x, boundary, outputs, mix)
     if mix is not None:
-        launcher.mixes(mix, boundary, outputs, stream.cuda_stream)
+        launcher.mixes(mix, boundary, outputs, side)
 
 
 def launch_routed_call(
     launcher: Launcher,
     key: tuple[Kernel, torch.dtype, bool],
-    stream: torch.cuda.Stream,
+    side: SideStream | None,
 ) -> None:
     """Launches a boundary that closes routed sums itself, and its mixes, on zeros."""
     given = zeros_of(launcher)
@@ -198,10 +207,10 @@ def launch_routed_call(
     routed = routed_zeros(launcher, *key[1:])
     launcher.call_routed(launcher.finalizing[key], routed, boundary, outputs, mix)
     if mix is not None:
-        launcher.mixes(mix, boundary, outputs, stream.cuda_stream)
+        launcher.mixes(mix, boundary, outputs, side)
 
 
-def launch_entry(launcher: Launcher, stream: torch.cuda.Stream) -> None:
+def launch_entry(launcher: Launcher, side: SideStream | None) -> None:
     """Launches the entry and its mixes on zeros, if there is one."""
     if not launcher.constants.ENTRY:
         return
@@ -209,7 +218,7 @@ def launch_entry(launcher: Launcher, stream: torch.cuda.Stream) -> None:
     inputs = EntryInput(**{name: given[name] for name in EntryInput._fields})
     outputs, mix = launcher.outputs(1), launcher.entry_mix(1)
     launcher.entry(inputs, outputs, mix)
-    launcher.mixes(mix, inputs, outputs, stream.cuda_stream)
+    launcher.mixes(mix, inputs, outputs, side)
 
 
 def zeros_of(launcher: Launcher) -> dict[str, torch.Tensor]:
