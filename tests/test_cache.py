@@ -89,8 +89,7 @@ def test_what_was_compiled_is_read(kernels: ModuleType, compiled: list[str]) -> 
     assert symbol.encode() in found[PUBLISHING].__cubin__
     assert found["boundary_1"].__cubin__ is None
     for name, kernel in found.items():
-        # The stream is that of torch, but for mixes.
-        taken = len(kernels.kernels(ARCH)[name].arguments()) - (name != "mixes")
+        taken = len(kernels.kernels(ARCH)[name].arguments()) - 1  # torch's stream
         assert f"Expects {taken} parameters" in refusal(kernel), name
 
 
