@@ -25,7 +25,7 @@ from mhcgen.bench import plot, report, run, unfused
 from mhcgen.bench.contenders import Contender, Inputs, UnavailableError
 from mhcgen.bench.machine import Machine
 from mhcgen.bench.packages import distinct, package_folder
-from mhcgen.bench.result import Result, read_result
+from mhcgen.bench.result import Package, Result, read_result
 from mhcgen.bench.run import check_shape, described
 from mhcgen.bench.timing import CALLS, Spread, capture, interleaved, quantile
 from mhcgen.bench.traffic import Traffic, boundary_traffic
@@ -68,16 +68,19 @@ RESULT = Result(
     spread={1: {"boundary": (3.9, 4.25)}},
     notes={"floor": "M=8: does not fit", "one-shot": "needs a GPU for each rank"},
     packages=(
-        {
-            "name": "glm53",
-            "tp": 2,
-            "transport": "unicast",
-            "hidden": 4096,
-            "hc": 4,
-        },
+        Package(
+            name="glm53",
+            spec_sha256="5e",
+            templates_sha256="7e",
+            hidden=4096,
+            hc=4,
+            tp=2,
+            arch="sm_90a",
+            transport="unicast",
+        ),
     ),
     versions={"torch": "2.11"},
-    traffic={1: {"local": 4_000_000, "link": 8_000}},
+    traffic={1: Traffic(4_000_000, 8_000)},
     host={"call and join": 14.5},
     replays=21,
     calls=100,
@@ -442,7 +445,9 @@ def test_packages_of_one_name_are_told_apart(tmp_path: Path) -> None:
 
 def test_packages_of_other_shapes_are_refused() -> None:
     def package(name: str, **changes: object) -> object:
-        return SimpleNamespace(identity={"name": name}, constants=constants(**changes))
+        return SimpleNamespace(
+            identity=SimpleNamespace(name=name), constants=constants(**changes)
+        )
 
     first, other = package("one"), package("two", HIDDEN=2048)
     check_shape(first, first)  # type: ignore[arg-type]
@@ -462,7 +467,7 @@ def measured(
     package = SimpleNamespace(
         constants=constants(),
         boundary=SimpleNamespace(capacity=8, transport="unicast"),
-        identity={"name": "glm53"},
+        identity=RESULT.packages[0],
     )
     gpu = Machine(0, 1, torch.device("cpu"))
     return run.measure(gpu, [package], [1, 2], ("nccl",), lambda name: None)  # type: ignore[list-item]
@@ -499,7 +504,7 @@ def test_a_column_that_cannot_run_is_noted(monkeypatch: pytest.MonkeyPatch) -> N
         "floor": "M=2: too many blocks",
         "unfused": "M=2: RuntimeError: no compiler",
     }
-    assert result.traffic[2]["link"] == 6 * 8192
+    assert result.traffic[2].link == 6 * 8192
     assert {"torch", "cuda", "driver", "mhcgen"} <= set(result.versions)
     assert read_back(result) == result.text()
 

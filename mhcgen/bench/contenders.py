@@ -325,8 +325,8 @@ def floor_of(package: Loaded) -> Callable[[Inputs], Call]:
                 f"{kernel.blocks(inputs.m)} blocks, and surely {room} run at once"
             )
         if not compiled:
-            name = f"mhcgen_{package.identity['name']}_floor"
-            compiled.append(compile_kernel(kernel, name, package.identity["arch"]))
+            name = f"mhcgen_{package.identity.name}_floor"
+            compiled.append(compile_kernel(kernel, name, package.identity.arch))
         x, y = inputs.x, torch.empty_like(inputs.x)
         return partial(
             compiled[0], x, box.addresses, box.buffer, box.state, y, box.rank

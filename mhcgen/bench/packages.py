@@ -7,11 +7,11 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 
 from mhcgen.bench.machine import Machine
+from mhcgen.bench.result import Package
 from mhcgen.compilation import require_manifest
 from mhcgen.errors import MhcgenError, PlanError
 from mhcgen.runtime import loader
@@ -33,7 +33,7 @@ class Loaded:
     label: str
     module: str
     boundary: FusedBoundary
-    identity: dict[str, Any]
+    identity: Package
 
     @property
     def launcher(self) -> Launcher:
@@ -120,14 +120,14 @@ def load(machine: Machine, folder: Path, label: str) -> Loaded:
         )
     torch.cuda.synchronize()
     manifest = require_manifest(folder)
-    identity = {
-        "name": manifest.name,
-        "spec_sha256": manifest.spec_sha256,
-        "templates_sha256": manifest.templates_sha256,
-        "hidden": loading.constants.HIDDEN,
-        "hc": loading.constants.HC,
-        "tp": tp,
-        "arch": loading.arch,
-        "transport": boundary.transport,
-    }
+    identity = Package(
+        name=manifest.name,
+        spec_sha256=manifest.spec_sha256,
+        templates_sha256=manifest.templates_sha256,
+        hidden=loading.constants.HIDDEN,
+        hc=loading.constants.HC,
+        tp=tp,
+        arch=loading.arch,
+        transport=boundary.transport,
+    )
     return Loaded(label, loading.name, boundary, identity)

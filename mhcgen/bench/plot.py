@@ -204,10 +204,10 @@ def title(result: Result) -> str:
 
 def subtitle(result: Result) -> str:
     """The second line: where, how and with what it was measured."""
-    shape = result.packages[0] if result.packages else {}
     words = [f"{result.gpus} x {result.device}"]
-    words += [f"TP {shape['tp']}, {shape['transport']}"] if shape else []
-    words += [f"hidden {shape['hidden']}, HC {shape['hc']}"] if shape else []
+    for package in result.packages[:1]:
+        words.append(f"TP {package.tp}, {package.transport}")
+        words.append(f"hidden {package.hidden}, HC {package.hc}")
     words.append("CUDA graphs, medians")
     words += ["bands: 10th to 90th percentile"] if result.spread else []
     return "; ".join(words)

@@ -82,9 +82,9 @@ def _ratio_row(result: Result, m: int) -> Iterator[object]:
     yield twice / time if time and twice else None
     moved = result.traffic.get(m)
     for kind in ("local", "link"):
-        yield moved[kind] / 1e6 if moved else None
+        yield getattr(moved, kind) / 1e6 if moved else None
     for kind in ("local", "link"):
-        yield moved[kind] / time / 1e3 if moved and time else None
+        yield getattr(moved, kind) / time / 1e3 if moved and time else None
 
 
 def host(result: Result) -> tuple[list[str], list[Row]]:

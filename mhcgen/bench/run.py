@@ -86,8 +86,8 @@ def check_shape(first: Loaded, other: Loaded) -> None:
         ours, theirs = (getattr(each.constants, name) for each in (first, other))
         if ours != theirs:
             raise MhcgenError(
-                f"--compare {other.identity['name']}: its {name} is {theirs}, and that "
-                f"of {first.identity['name']} is {ours}; compare packages of one shape"
+                f"--compare {other.identity.name}: its {name} is {theirs}, and that "
+                f"of {first.identity.name} is {ours}; compare packages of one shape"
             )
 
 
@@ -97,7 +97,7 @@ def check_tokens(tokens: Sequence[int], package: Loaded) -> None:
     for m in tokens:
         if not 1 <= m <= capacity:
             raise MhcgenError(
-                f"--tokens {m}: a call of {package.identity['name']} has 1 to "
+                f"--tokens {m}: a call of {package.identity.name} has 1 to "
                 f"{capacity} tokens (capacity.max_tokens)"
             )
 
@@ -133,7 +133,7 @@ def measure(
     if not gpus.is_first:
         return None
     return Result(
-        package=first.identity["name"],
+        package=first.identity.name,
         device=torch.cuda.get_device_name(),
         gpus=gpus.ranks,
         command=command(gpus),
@@ -149,7 +149,7 @@ def measure(
         packages=tuple(package.identity for package in packages),
         versions=gpus.versions(),
         traffic={
-            m: vars(boundary_traffic(first.constants, first.boundary.transport, m))
+            m: boundary_traffic(first.constants, first.boundary.transport, m)
             for m in tokens
         },
         host=host,
