@@ -133,3 +133,42 @@ def assert_same_bits(outputs: Sequence[Any]) -> None:
     for other in outputs[1:]:
         for mine, theirs in zip(outputs[0], other, strict=True):
             assert reference.bits_equal(mine, theirs)
+
+
+FAULTS = (
+    "type",
+    "dtype",
+    "shape",
+    "rank",
+    "device",
+    "strides",
+    "alignment",
+    "negated",
+    "freed",
+)
+
+
+def wrong(fault: str, tensor: torch.Tensor) -> tuple[Any, type[Exception]]:
+    """An argument with one fault, and the exception that must name it."""
+    if fault == "type":
+        return [1.0], TypeError
+    if fault == "dtype":
+        return tensor.double(), TypeError
+    if fault == "shape":
+        return torch.cat([tensor, tensor], dim=-1), ValueError
+    if fault == "rank":
+        return tensor.unsqueeze(0), ValueError
+    if fault == "device":
+        return tensor.cpu(), ValueError
+    if fault == "strides":
+        wide = torch.cat([tensor, tensor], dim=-1)
+        return wide[..., ::2], ValueError
+    if fault == "negated":
+        return torch._neg_view(tensor), ValueError
+    if fault == "freed":
+        freed = tensor.clone()
+        freed.untyped_storage().resize_(0)
+        return freed, ValueError
+    assert fault == "alignment"
+    storage = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device="cuda")
+    return storage[1:].view(tensor.shape), ValueError

@@ -12,11 +12,13 @@ from mhcgen import reference
 
 from .conftest import (
     CONSTANTS,
+    FAULTS,
     assert_armed,
     assert_matches,
     assert_same_bits,
     call_all,
     shared_arguments,
+    wrong,
 )
 
 H, HC, TP, TOP_K = 4096, 4, 4, 8
@@ -383,54 +385,15 @@ def test_no_tokens(ranks: Any) -> None:
 NAMES = ("x", "residual", "post", "comb", "fn", "scale", "base", "norm_weight")
 
 
-def wrong(name: str, fault: str, tensor: torch.Tensor) -> Any:
-    """An argument with one fault, and the exception that must name it."""
-    if fault == "type":
-        return [1.0], TypeError
-    if fault == "dtype":
-        return tensor.half(), TypeError
-    if fault == "shape":
-        return torch.cat([tensor, tensor], dim=-1), ValueError
-    if fault == "rank":
-        return tensor.unsqueeze(0), ValueError
-    if fault == "device":
-        return tensor.cpu(), ValueError
-    if fault == "strides":
-        wide = torch.cat([tensor, tensor], dim=-1)
-        return wide[..., ::2], ValueError
-    if fault == "negated":
-        return torch._neg_view(tensor), ValueError
-    if fault == "freed":
-        freed = tensor.clone()
-        freed.untyped_storage().resize_(0)
-        return freed, ValueError
-    assert fault == "alignment"
-    storage = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device="cuda")
-    return storage[1:].view(tensor.shape), ValueError
-
-
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "type",
-        "dtype",
-        "shape",
-        "rank",
-        "device",
-        "strides",
-        "alignment",
-        "negated",
-        "freed",
-    ],
-)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_wrong_arguments_launch_nothing(ranks: Any, name: str, fault: str) -> None:
     """Every fault is refused with its argument's name before the first launch."""
     inputs = inputs_for(3, seed=3)
     arguments = dict(
         zip(NAMES, (inputs.parts[0], *shared_arguments(inputs)), strict=True)
     )
-    arguments[name], error = wrong(name, fault, arguments[name])
+    arguments[name], error = wrong(fault, arguments[name])
     before = ranks[0]._launcher.mailbox.state.clone()
     with pytest.raises(error, match=f"^{name} "):
         ranks[0](**arguments)

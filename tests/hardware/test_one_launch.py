@@ -15,10 +15,12 @@ import pytest
 import torch
 
 from mhcgen import reference
+from mhcgen.runtime.arguments import BoundaryInput
 
-from .conftest import GENERATED, assert_armed, poison_outputs
+from .conftest import FAULTS, GENERATED, assert_armed, poison_outputs, wrong
 from .packages import FOLDER, NAMES, Looped
 
+ARGUMENTS = ("x", *BoundaryInput._fields)
 FOLDERS = {"glm53": GENERATED / "glm53"} | {name: FOLDER / name for name in NAMES}
 
 
@@ -152,16 +154,30 @@ def test_graph_replays(package: Looped, calls: int) -> None:
         package.check([output], result)
 
 
-def test_wrong_arguments_launch_nothing(package: Looped) -> None:
-    """A refused call leaves the mailbox as it was; the next one is right."""
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong_arguments_launch_nothing(package: Looped, fault: str) -> None:
+    """The launch refuses them: the mailbox is as it was, and the next call is right."""
     inputs = package.inputs(3, seed=3)
     before = package.rank._launcher.mailbox.state.clone()
     arguments = [inputs.parts[0], *package.shared(inputs)]
-    for place in range(4):
-        wrong = [*arguments]
-        wrong[place] = arguments[place].double()
-        with pytest.raises(TypeError, match="has dtype"):
-            package.rank(*wrong)
+    for place, (name, argument) in enumerate(zip(ARGUMENTS, arguments, strict=False)):
+        if argument is None:
+            continue
+        refused = [*arguments]
+        refused[place], error = wrong(fault, argument)
+        with pytest.raises(error, match=f"^{name} "):
+            package.rank(*refused)
     torch.cuda.synchronize()
     assert torch.equal(package.rank._launcher.mailbox.state, before)
     package.check(package.call(inputs), package.expected(inputs))
+
+
+def test_one_token_of_a_longer_tensor(package: Looped) -> None:
+    """Its strides are those of the longer one, and do not matter."""
+    inputs = package.inputs(1, seed=4)
+    x, *rest = inputs.parts[0], *package.shared(inputs)
+    wide = torch.cat([x, x], dim=1)[:, : x.shape[1]]
+    assert wide.stride() != x.stride()
+    output = package.rank(wide, *rest)
+    package.join()
+    package.check([output], package.expected(inputs))
