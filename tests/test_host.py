@@ -524,6 +524,23 @@ def test_a_stream_that_has_joined_does_not_wait_again(
     assert waits(machine.done(), 0) == 0
 
 
+def test_each_half_waits_for_the_mixes_on_its_own_stream(
+    machine: Machine, boundary: FusedBoundary
+) -> None:
+    """Both read what the mixes of the call before wrote, or overwrite what they read."""
+    boundary(**arguments(2))
+    machine.done()
+    given = arguments(2)
+    boundary.publish(given.pop("x"))
+    assert waits(machine.done(), 0) == 1
+    machine.handle = 5
+    boundary.consume(**given)
+    assert waits(machine.done(), 5) == 1
+    boundary.publish(arguments(2)["x"])
+    boundary.consume(**given)
+    assert waits(machine.done(), 5) == 1
+
+
 def test_another_streams_join_does_not_count(
     machine: Machine, boundary: FusedBoundary
 ) -> None:

@@ -364,6 +364,7 @@ class FusedBoundary:
         outputs, mix = self._launcher.outputs(m), self._launcher.mix(m)
         if m:
             with self._on_device():
+                self._await_mixes()
                 self._launch_boundary(inputs, outputs, mix)
         return outputs
 
@@ -392,6 +393,7 @@ class FusedBoundary:
         output = self._launcher.exit_output(m)
         if m:
             with self._on_device():
+                self._await_mixes()
                 self._launch_exit(inputs, output)
         return output
 
@@ -489,6 +491,10 @@ class FusedBoundary:
                 "an earlier call broke off between its publish and its boundary, and "
                 "the ranks no longer agree: load the package again on all ranks"
             )
+        self._await_mixes()
+
+    def _await_mixes(self) -> None:
+        """Makes the stream wait for the mixes of the last call, if it does not yet."""
         if self._side is not None:
             self._side.join()
 
