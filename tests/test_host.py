@@ -527,7 +527,7 @@ def test_a_stream_that_has_joined_does_not_wait_again(
 def test_each_half_waits_for_the_mixes_on_its_own_stream(
     machine: Machine, boundary: FusedBoundary
 ) -> None:
-    """Both read what the mixes of the call before wrote, or overwrite what they read."""
+    """Both read what those wrote, or overwrite what those read."""
     boundary(**arguments(2))
     machine.done()
     given = arguments(2)
