@@ -104,6 +104,8 @@ class TokenGroup:
         max_tokens: The largest M that this row serves.
         group: Tokens that one cluster takes together.
         at_once: Fragments that a thread takes at once, of all those of its tokens.
+        senders: Warps that send a token's sums to the blocks of the cluster.
+        most_peers: Blocks that each of them sends to, at most.
         shared_bytes: Shared memory of a block.
         fn_octets: Octets of fn's rows that threads keep in registers.
         split: Whether they could keep more, and the rest is in shared memory.
@@ -116,6 +118,8 @@ class TokenGroup:
     max_tokens: int
     group: int
     at_once: int
+    senders: int
+    most_peers: int
     shared_bytes: int
     fn_octets: int
     split: bool
@@ -321,7 +325,8 @@ class TargetPlan:
     def rows(self) -> tuple[str, ...]:
         """The dispatch rows, each as a package's ``TokenGroup`` takes it."""
         plan = self.plan
-        names = ["max_tokens", "group", "at_once", "shared_bytes"]
+        names = ["max_tokens", "group", "at_once", "senders", "most_peers"]
+        names.append("shared_bytes")
         names += ["fn_octets", "blocks"] * plan.splits_fn
         names += ["launches"] * (plan.tp > 1)
         names += ["finalizes"] * plan.finalizes_inside
@@ -1236,10 +1241,13 @@ def plan_group(
         limit = register_limit(blocks * target.launched_threads) + BOUND_SAVES
         most = MOST_AT_ONCE_OF_TWO
     held = plan.held_octets(fn_octets)
+    senders = max(1, target.warps // group)
     return TokenGroup(
         max_tokens=max_tokens,
         group=group,
         at_once=fragments_at_once(plan, group, limit, fn_octets, most),
+        senders=senders,
+        most_peers=-(-target.cluster_size // senders),
         shared_bytes=target.shared_bytes(group, fn_octets),
         fn_octets=held,
         split=held < plan.held_octets(),

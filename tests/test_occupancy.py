@@ -29,12 +29,14 @@ ROWS = (
 KERNELS: Any = SimpleNamespace(boundary_name=lambda size, by: f"boundary_{size}_{by}")
 
 
-def constants(mixes: str = "side_stream") -> Any:
-    target = SimpleNamespace(cluster_size=8, threads=256, token_groups=ROWS)
-    return SimpleNamespace(MIXES=mixes, TARGETS={"sm_90a": target})
+def constants() -> Any:
+    target = SimpleNamespace(
+        cluster_size=8, threads=256, launched_threads=288, token_groups=ROWS
+    )
+    return SimpleNamespace(TARGETS={"sm_90a": target})
 
 
-def room(monkeypatch: pytest.MonkeyPatch, mixes: str, answers: dict[int, Any]) -> Any:
+def room(monkeypatch: pytest.MonkeyPatch, answers: dict[int, Any]) -> Any:
     """The room by what is answered for each size of shared memory."""
     asked = []
 
@@ -49,7 +51,7 @@ def room(monkeypatch: pytest.MonkeyPatch, mixes: str, answers: dict[int, Any]) -
 
     monkeypatch.setattr(occupancy, "clusters_at_once", ask)
     compiled = {"boundary_1_unicast": "one", "boundary_2_unicast": "two"}
-    found = room_for_calls(constants(mixes), KERNELS, compiled, "sm_90a", "unicast")
+    found = room_for_calls(constants(), KERNELS, compiled, "sm_90a", "unicast")
     return found, asked
 
 
@@ -57,9 +59,9 @@ def test_the_room_of_each_publishing_boundary(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    found, asked = room(monkeypatch, "side_stream", {1000: 15, 2000: 13})
+    found, asked = room(monkeypatch, {1000: 15, 2000: 13})
     assert found == {1: 15, 2: 13}
-    assert asked == [("one", 8, 256, 1000, 1), ("two", 8, 256, 2000, 2)]
+    assert asked == [("one", 8, 288, 1000, 1), ("two", 8, 288, 2000, 2)]
     enough, few = caplog.records
     assert enough.levelname == "INFO"
     assert "boundary_1_unicast: 15 clusters of 8 blocks run at once" in enough.message
@@ -70,16 +72,11 @@ def test_the_room_of_each_publishing_boundary(
     )
 
 
-def test_the_warp_of_the_mixes_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, asked = room(monkeypatch, "tail", {1000: 15, 2000: 15})
-    assert {threads for _, _, threads, _, _ in asked} == {288}
-
-
 def test_without_an_answer_calls_take_two_launches(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers = {1000: AttributeError("no __cubin__"), 2000: 15}
-    found, _ = room(monkeypatch, "tail", answers)
+    found, _ = room(monkeypatch, answers)
     assert found == {1: 0, 2: 15}
     assert "boundary_1_unicast: nobody says how many of its clusters" in caplog.text
     assert "(AttributeError: no __cubin__)" in caplog.text

@@ -206,6 +206,19 @@ def test_one_launch_that_cannot_be(fields: Any, reason: str, hint: str | None) -
     assert (problem.message, problem.hint) == (reason, hint)
 
 
+@pytest.mark.parametrize(
+    ("group", "senders", "most_peers"), [(1, 8, 1), (2, 4, 2), (3, 2, 4), (5, 1, 8)]
+)
+def test_eight_warps_share_out_who_sends_the_sums(
+    group: int, senders: int, most_peers: int
+) -> None:
+    """Every token of a group has a warp, and every block of its eight is sent to."""
+    target = plan_of(token_groups=[{"max_tokens": 256, "group": group}]).targets[0]
+    (row,) = target.token_groups
+    assert (target.warps, target.cluster_size) == (8, 8)
+    assert (row.senders, row.most_peers) == (senders, most_peers)
+
+
 def test_fragments_at_once() -> None:
     """As many as registers allow, and about as many in each turn."""
     plan = plan_of()

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-WARP = 32
 ALL_SHARED = 100  # percent of the memory that L1 and shared memory divide
 PORTABLE_CLUSTER = 8  # blocks of a cluster that every device takes
 
@@ -51,7 +50,6 @@ def room_for_calls(
         The clusters by kernel; 0 where the compiler or the driver do not say.
     """
     target = constants.TARGETS[arch]
-    threads = target.threads + WARP * (constants.MIXES == "tail")
     room: dict[Kernel, int] = {}
     for row in target.token_groups:
         if row.launches != 1:
@@ -67,7 +65,7 @@ def room_for_calls(
                     clusters_at_once(
                         compiled[each],
                         target.cluster_size,
-                        threads,
+                        target.launched_threads,
                         row.shared_bytes,
                         getattr(row, "blocks", 1),
                     )
