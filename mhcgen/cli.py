@@ -33,8 +33,9 @@ from mhcgen.compilation import (
     require_manifest,
 )
 from mhcgen.console import progress, show_diff, show_table
-from mhcgen.errors import MhcgenError, PlanError, count, shortened
+from mhcgen.errors import MhcgenError, PlanError
 from mhcgen.text_file import check_place, write_whole
+from mhcgen.token_list import parse_tokens
 
 if TYPE_CHECKING:
     from mhcgen.matrix_report import Report
@@ -381,7 +382,7 @@ def bench_(
     else:
         from mhcgen.bench.run import run
 
-        sizes = numbers(tokens or BENCH_TOKENS)
+        sizes = parse_tokens(tokens or BENCH_TOKENS)
         with progress("timing", len(sizes)) as advance:
             measured = run([source, *(compare or ())], sizes, without or (), advance)
         if measured is None:
@@ -420,7 +421,7 @@ def tune_(
 
     plan = _load_plan(spec)
     text = load_spec(spec).text
-    sizes = numbers(tokens) if tokens else None
+    sizes = parse_tokens(tokens) if tokens else None
     if write:
         check_place("--write", spec)
     tuned = tune(plan, sizes, budget)
@@ -432,22 +433,6 @@ def tune_(
         print(f"{spec}: tuned for {tuned.arch}; run mhcgen build")
     else:
         print("not written: give --write")
-
-
-def numbers(text: str) -> list[int]:
-    """The sizes of calls in a list such as ``1,3,64``.
-
-    Raises:
-        MhcgenError: One is no number above 0.
-    """
-    words = [word.strip() for word in text.split(",")]
-    for word in words:
-        if count(word) < 1:
-            raise MhcgenError(
-                f"--tokens {shortened(text)}: {shortened(word)!r} is no number of "
-                "tokens; give some such as 1,8,64"
-            )
-    return list(dict.fromkeys(map(int, words)))
 
 
 @app.command()

@@ -26,7 +26,7 @@ from mhcgen.compilation import (
     jobs_of,
     started_worker,
 )
-from mhcgen.errors import MhcgenError, count, shortened
+from mhcgen.errors import MhcgenError
 from mhcgen.manifest import read_manifest
 from mhcgen.matrix import Candidate
 from mhcgen.plan import Plan
@@ -39,6 +39,7 @@ from mhcgen.render import (
 )
 from mhcgen.resources import RUNTIME, resource
 from mhcgen.text_file import check_folder
+from mhcgen.token_list import parse_tokens
 
 REASON_LINES = 12
 
@@ -85,14 +86,9 @@ class Checks:
         Raises:
             MhcgenError: One is no number of tokens.
         """
-        sizes = []
-        for word in self.tokens.split(",") if self.tokens else ():
-            if count(word.strip()) < 1:
-                raise MhcgenError(
-                    f"--tokens {shortened(word)}: give numbers of tokens, as in 1,3"
-                )
-            sizes.append(min(int(word), capacity))
-        return ",".join(map(str, dict.fromkeys(sizes)))
+        sizes = parse_tokens(self.tokens) if self.tokens else []
+        allowed = dict.fromkeys(min(m, capacity) for m in sizes)
+        return ",".join(map(str, allowed))
 
 
 @dataclass(frozen=True)

@@ -604,7 +604,7 @@ def test_reports(run: Run, file: Path, tmp_path: Path) -> None:
         (["--tokens", "1"], "--tokens: nothing is verified; add --verify cpu"),
         (["--calls", "2"], "--calls: nothing is verified"),
         (["--verify", "cpu", "--tokens", "9" * 5000], "--tokens 999"),
-        (["--verify", "cpu", "--tokens", "1,x"], "--tokens x: give numbers of tokens"),
+        (["--verify", "cpu", "--tokens", "1,x"], "'x' is no number of tokens"),
     ],
 )
 def test_wrong_usage(

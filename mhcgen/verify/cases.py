@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from mhcgen import reference
-from mhcgen.errors import MhcgenError, count, shortened
+from mhcgen.errors import MhcgenError
+from mhcgen.token_list import parse_tokens
 from mhcgen.verify.subject import Subject
 
 CALLS = len(reference.VARIANTS)
@@ -47,14 +48,14 @@ class Options:
         Raises:
             MhcgenError: One is no number, or no call can have so many tokens.
         """
-        words = [word.strip() for word in self.tokens.split(",") if word.strip()]
-        for word in words:
-            if not 1 <= count(word) <= subject.capacity:
+        sizes = parse_tokens(self.tokens) if self.tokens else []
+        for m in sizes:
+            if m > subject.capacity:
                 raise MhcgenError(
-                    f"--tokens {shortened(word)}: a call of {subject.name} has 1 to "
+                    f"--tokens {m}: a call of {subject.name} has 1 to "
                     f"{subject.capacity} tokens (capacity.max_tokens)"
                 )
-        return tuple(map(int, words))
+        return tuple(sizes)
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ def test_broken_ends_are_found(load: Load, tmp_path: Path) -> None:
     ("words", "reason"),
     [
         (["--transport", "pigeon"], "--transport 'pigeon': the package has multicast"),
-        (["--tokens", "1,x"], "--tokens x: a call of narrow has 1 to 8 tokens"),
+        (["--tokens", "1,x"], "'x' is no number of tokens"),
         (["--tokens", "9"], "--tokens 9"),
         (["--arch", "sm_80"], "--arch 'sm_80'"),
         (["--seed", "-1"], "Invalid value"),
