@@ -12,6 +12,7 @@ from cuda.bindings import driver
 from cutlass import BFloat16, Float16, Float32, Int32, Int64
 
 from mhcgen.runtime import mailbox
+from mhcgen.runtime.dtypes import DTYPES
 
 TYPES = {
     BFloat16: "bfloat16",
@@ -110,7 +111,7 @@ def refuse(arguments: Sequence[Any], takes: Sequence[Any]) -> None:
             continue
         if not hasattr(argument, "data_ptr") and not hasattr(argument, "dtype"):
             raise TypeError(f"Mismatched type on {where}, expected Tensor")
-        if not str(argument.dtype).endswith(TYPES[stand_in.element_type]):
+        if not is_taken(argument.dtype, stand_in.element_type):
             raise ValueError(f"Mismatched dtype on {where}")
         if len(argument.shape) != len(stand_in.shape):
             raise ValueError(f"Mismatched ndim on {where}")
@@ -128,6 +129,14 @@ def refuse(arguments: Sequence[Any], takes: Sequence[Any]) -> None:
             raise ValueError(f"Mismatched strides on {where}")
         if argument.data_ptr() % 16:
             raise ValueError(f"Misaligned Tensor data on {where}")
+
+
+def is_taken(given: Any, element_type: Any) -> bool:
+    """Whether a compiled kernel takes a type, of torch or of TVM, for its own.
+
+    Integers of one width are the same to it, signed or not.
+    """
+    return str(given).rpartition(".")[2].removeprefix("u") == TYPES[element_type]
 
 
 def machine_in(monkeypatch: pytest.MonkeyPatch) -> Machine:
@@ -166,7 +175,9 @@ def mailbox_of(constants: Any) -> mailbox.Mailbox:
     return mailbox.Mailbox(
         rank=0,
         transport="unicast",
-        buffer=torch.empty(mailbox.mailbox_shape(constants), dtype=torch.bfloat16),
+        buffer=torch.empty(
+            mailbox.mailbox_shape(constants), dtype=DTYPES[constants.ACTIVATION]
+        ),
         addresses=torch.zeros(constants.TP, dtype=torch.int64),
         state=torch.zeros(2, dtype=torch.int32),
     )

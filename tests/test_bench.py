@@ -164,6 +164,7 @@ def test_a_result_reads_back(tmp_path: Path) -> None:
                 {"spread": {"1": {"boundary": [1]}}},
                 {"packages": [{"tp": 2}]},
                 {"traffic": {"1": {"local": 2}}},
+                {"traffic": {"1": {"local": -1, "link": 2}}},
                 {"device": "\ud800"},
                 {"versions": []},
             )

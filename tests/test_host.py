@@ -541,6 +541,58 @@ def test_each_half_waits_for_the_mixes_on_its_own_stream(
     assert waits(machine.done(), 5) == 1
 
 
+@pytest.fixture(scope="module")
+def exit_modules(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """A package with an exit."""
+    folder = tmp_path_factory.mktemp("package")
+    return import_variant(folder, "host_exit", ends={"exit": "mean"})
+
+
+@pytest.fixture
+def exiting(machine: Machine, exit_modules: tuple[Any, Any]) -> Iterator[FusedBoundary]:
+    fused = fused_of(machine, exit_modules, ROOM)
+    yield fused
+    forget(fused)
+
+
+def leave(m: int) -> dict[str, torch.Tensor]:
+    """The arguments of an exit."""
+    names = ("x", "residual", "post", "comb", "norm_weight")
+    return {name: arguments(m)[name] for name in names}
+
+
+def test_an_exit_waits_for_the_mixes_and_lets_go_of_them(
+    machine: Machine, exiting: FusedBoundary
+) -> None:
+    """In halves, each on its own stream; what is refused lets go of nothing."""
+    exiting(**arguments(2))
+    machine.done()
+    given = leave(2)
+    exiting.publish(given.pop("x"))
+    assert waits(machine.done(), 0) == 1
+    machine.handle = 5
+    with pytest.raises(ValueError, match=r"^post has shape"):
+        exiting.consume_exit(**given | {"post": arguments(3)["post"]})
+    exiting.consume_exit(**given)
+    assert waits(machine.done(), 5) == 1
+    assert machine.recorded == 5
+    exiting.join()
+    assert machine.done() == []
+
+
+def test_captures_without_a_number_end_with_their_exit(
+    machine: Machine, exiting: FusedBoundary
+) -> None:
+    """The next one must not wait for an event of this one, and cannot tell it apart."""
+    machine.capturing, machine.capture = True, 0
+    exiting(**arguments(2))
+    exiting.exit(**leave(2))
+    machine.done()
+    machine.handle = 7
+    exiting(**arguments(2))
+    assert waits(machine.done(), 7) == 0
+
+
 def test_another_streams_join_does_not_count(
     machine: Machine, boundary: FusedBoundary
 ) -> None:
@@ -699,10 +751,16 @@ def refused(fault: str, tensor: torch.Tensor) -> Any:
         return torch.cat([tensor, tensor], dim=-1)[..., ::2]
     if fault == "negated":
         return torch._neg_view(tensor)
+    if fault == "a class":
+        return torch.Tensor
     if fault == "freed":
         freed = tensor.clone()
         freed.untyped_storage().resize_(0)
         return freed
+    if fault == "freed with others":
+        behind = tensor.new_zeros(32 + tensor.numel())[32:].view(tensor.shape)
+        behind.untyped_storage().resize_(0)
+        return behind
     assert fault == "alignment"
     wide = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)
     return wide[1:].view(tensor.shape)
@@ -715,7 +773,9 @@ FAULTS = {
     "device": (ValueError, "is on meta"),
     "strides": (ValueError, "has strides"),
     "negated": (ValueError, "is a negated view"),
+    "a class": (TypeError, "is a _TensorMeta"),
     "freed": (ValueError, "has no memory"),
+    "freed with others": (ValueError, "has no memory"),
     "alignment": (ValueError, "starts at 0x"),
 }
 
@@ -756,6 +816,33 @@ def test_arguments_that_no_kernel_takes_are_refused(
     with pytest.raises(ValueError, match=r"^norm_weight is given"):
         weightless(**given)
     assert machine.done() == []
+
+
+@pytest.mark.parametrize("m", [3, 20], ids=["one launch", "two launches"])
+def test_indices_without_a_sign_are_refused(
+    machine: Machine, boundary: FusedBoundary, m: int
+) -> None:
+    """To a compiled kernel they are as good as those with one."""
+    given = routed(m)
+    name = "expanded_idx_to_permuted_idx"
+    given[name] = given[name].view(torch.uint32)
+    with pytest.raises(TypeError, match=rf"^{name} has dtype torch\.uint32"):
+        boundary.finalize(**given)
+    assert machine.done() == []
+
+
+@pytest.mark.parametrize("m", [3, 20], ids=["one launch", "two launches"])
+def test_a_known_weight_that_is_negated_in_place_is_refused(
+    machine: Machine, boundary: FusedBoundary, m: int
+) -> None:
+    given = arguments(20)
+    boundary(**given)  # in two launches: its weights are known
+    machine.done()
+    given |= {name: arguments(m)[name] for name in NAMES[:4]}
+    given["fn"].data = torch._neg_view(given["fn"].data)
+    with pytest.raises(ValueError, match=r"^fn is a negated view"):
+        boundary(**given)
+    assert launches(machine.done()) == []
 
 
 @pytest.mark.parametrize("m", [3, 20], ids=["one launch", "two launches"])

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,10 +25,12 @@ from mhcgen.render import render
 from mhcgen.resources import resource
 from mhcgen.runtime import loader
 from mhcgen.runtime.compiler import compile_kernel
+from mhcgen.runtime.side_stream import Handles
 from mhcgen.spec_file import load_spec
 from tests.stand_ins import TYPES
 
 KERNELS = ("boundary_1_unicast", "boundary_1_finalize_bf16_shared_unicast")
+PACKAGE = "kernel_checks"
 TOKENS = 5
 CUDA = 2  # DLPack's number of the device
 
@@ -72,9 +76,9 @@ def compiled(
     """Publishing boundaries, and what each takes: a tensor, a number or None."""
     folder = tmp_path_factory.mktemp("kernel_checks")
     plan = make_plan(load_spec(resource("specs") / "glm53.yaml").spec)
-    (folder / "checked").mkdir()
-    write_files(folder / "checked", render(plan, formatting=False))
-    name = loader.import_package(folder / "checked")
+    (folder / PACKAGE).mkdir()
+    write_files(folder / PACKAGE, render(plan, formatting=False))
+    name = loader.import_package(folder / PACKAGE)
     kernels = importlib.import_module(f"{name}.kernels").kernels("sm_90a", ("unicast",))
     found = {}
     for name in KERNELS:
@@ -107,10 +111,18 @@ def refusal(
     return caught.type, str(caught.value)
 
 
+OF_THE_SAME_WIDTH = {
+    torch.bfloat16: torch.float16,
+    torch.float32: torch.int32,
+    torch.int32: torch.float32,
+    torch.int64: torch.float64,
+}
+WIDER = {2: torch.float32, 4: torch.float64, 8: torch.complex128}
 FAULTS: dict[str, Callable[[Tensor], Any]] = {
     "absent": lambda tensor: None,
     "a number": lambda tensor: 7,
-    "dtype": lambda tensor: tensor.view(torch.uint8 if tensor.dim() else torch.int8),
+    "dtype": lambda tensor: tensor.view(OF_THE_SAME_WIDTH[tensor.dtype]),
+    "width": lambda tensor: tensor.to(WIDER[tensor.itemsize]),
     "wide": lambda tensor: torch.cat([tensor, tensor], dim=-1),
     "long": lambda tensor: torch.cat([tensor, tensor]),
     "rank": lambda tensor: tensor.unsqueeze(0),
@@ -143,6 +155,8 @@ def test_a_kernel_refuses_every_fault(
         error, message = refusal(function, wrong)
         assert error in (TypeError, ValueError), (place, message)
         assert message.startswith(("Mismatched", "Misaligned")), (place, message)
+        if fault in ("dtype", "width"):
+            assert "expected dtype" in message, message
 
 
 @pytest.mark.skipif(
@@ -161,3 +175,32 @@ def test_a_row_of_a_longer_tensor_is_as_good_as_any(
             assert single[place].stride(0) != each.stride(0)
     error, message = refusal(function, single)
     assert error is RuntimeError and "Cuda" in message, message
+
+
+def test_the_mixes_are_launched_between_their_events(
+    compiled: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the boundary, beside the stream of the call, and before its next wait."""
+    mixes = sys.modules[f"{PACKAGE}.mixes"]
+    log: list[tuple[str, Any, Any]] = []
+
+    def logged(name: str) -> Callable[[Any, Any], None]:
+        real = getattr(mixes, name)
+
+        def call(first: Any, second: Any) -> None:
+            log.append((name, first, second))
+            real(first, second)
+
+        return call
+
+    launched = mixes.Mixes()
+    taken = list(inspect.signature(mixes.Mixes.__call__).parameters)[-4:]
+    assert taken == ["boundary_done", "mixes_done", "side_stream", "stream"]
+    assert Handles._fields == ("boundary_done", "mixes_done", "stream")
+    for name in ("record", "wait"):
+        monkeypatch.setattr(mixes, name, logged(name))
+    compile_kernel(launched, "mixes", "sm_90a")
+    (first, done, stream), (second, side, waited), (third, after, beside) = log
+    assert (first, second, third) == ("record", "wait", "record")
+    assert done is waited and after is not done
+    assert beside is side and stream is not side

@@ -19,7 +19,7 @@ from mhcgen.runtime.host import FusedBoundary
 from mhcgen.runtime.launcher import Launcher
 from mhcgen.runtime.occupancy import kernel_of
 from mhcgen.runtime.warm_up import warm_up_together, zeros_of
-from tests.stand_ins import TYPES, machine_in, mailbox_of
+from tests.stand_ins import is_taken, machine_in, mailbox_of
 from tests.variants import FP16, FP32, MEANS, VARIANTS, variant
 
 ROOM = 64
@@ -57,7 +57,7 @@ class Checked:
             elif not hasattr(stand_in, "shape"):
                 assert isinstance(argument, int), where
             else:
-                assert str(argument.dtype).endswith(TYPES[stand_in.element_type]), where
+                assert is_taken(argument.dtype, stand_in.element_type), where
                 sizes = [
                     size if isinstance(size, int) else tokens
                     for size, tokens in zip(stand_in.shape, argument.shape, strict=True)

@@ -11,12 +11,11 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
-from mhcgen.bench.traffic import Traffic
+from mhcgen.bench.traffic import Count, Traffic
 from mhcgen.errors import MhcgenError
 
 DECIMALS = 3
 
-Count = Annotated[int, Field(ge=0)]
 Tokens = Annotated[int, Field(gt=0)]
 Time = Annotated[float, Field(gt=0, allow_inf_nan=False)]  # microseconds
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Annotated
+
+from pydantic import Field
 
 ACTIVATION_BYTES = 2
 FP32_BYTES = 4
+
+Count = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True)
@@ -18,8 +23,8 @@ class Traffic:
         link: Sent to the other ranks.
     """
 
-    local: int
-    link: int
+    local: Count
+    link: Count
 
 
 def boundary_traffic(constants: ModuleType, transport: str, m: int) -> Traffic:

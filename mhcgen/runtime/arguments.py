@@ -131,11 +131,20 @@ class Checks:
             return False
         try:
             for tensor in (*rows, *inputs):
-                if tensor is not None and (tensor.is_neg() or not tensor.data_ptr()):
+                if tensor is not None and (tensor.is_neg() or is_freed(tensor)):
                     return False
-        except (AttributeError, RuntimeError):
+        except (AttributeError, RuntimeError, TypeError):
             return False
         return True
+
+    def plain_routed(self, routed: RoutedInput, inputs: BoundaryInput) -> bool:
+        """As ``plain``, of the arguments of finalize.
+
+        To a compiled kernel, integers of one width are the same, signed or not.
+        """
+        index = routed.expanded_idx_to_permuted_idx
+        signed = getattr(index, "dtype", None) is torch.int32
+        return signed and self.plain(routed, inputs)
 
     def call(self, x: torch.Tensor, inputs: BoundaryInput) -> int:
         """Checks the arguments of a call and returns M."""
@@ -309,8 +318,8 @@ class Checks:
             and tensor.device == self._device
             and tensor.is_contiguous()
             and not tensor.is_neg()
-            and (address := tensor.data_ptr())
-            and not address % ALIGNMENT
+            and not is_freed(tensor)
+            and not tensor.data_ptr() % ALIGNMENT
         ):
             return
         self._refuse(name, tensor, dtype, shape)
@@ -352,7 +361,7 @@ class Checks:
             raise ValueError(
                 f"{name} is a negated view, not yet computed: pass {name}.resolve_neg()"
             )
-        if address == 0:
+        if is_freed(tensor):
             raise ValueError(f"{name} has no memory: its storage was freed")
         if address % ALIGNMENT:
             raise ValueError(
@@ -370,10 +379,18 @@ def identity(tensors: Sequence[Any]) -> tuple[object, ...]:
     try:
         return (
             *map(id, tensors),
-            *[(t.data_ptr(), t.dtype, t.shape, t.is_contiguous()) for t in tensors],
+            *[
+                (t.data_ptr(), t.dtype, t.shape, t.is_contiguous(), t.is_neg())
+                for t in tensors
+            ],
         )
-    except AttributeError:
+    except (AttributeError, TypeError):
         return ()
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's storage has no memory: its address is its offset there."""
+    return tensor.data_ptr() == tensor.storage_offset() * tensor.itemsize
 
 
 def rows_of(tensor: object) -> int:

@@ -178,7 +178,7 @@ class FusedBoundary:
         launcher, check = self._launcher, self._checks.finalize
         m = rows_of(expert_weights)
         kernel = launcher.finalize_kernel(m, routed)
-        if kernel is None or not self._checks.plain(routed, inputs):
+        if kernel is None or not self._checks.plain_routed(routed, inputs):
             check(routed, inputs)
         if kernel is None:
             publish = partial(launcher.finalize, routed)
@@ -465,6 +465,8 @@ class FusedBoundary:
         """Launches an exit on the current stream."""
         self._launcher.exit(inputs, output)
         self._published = None
+        if self._side is not None:
+            self._side.let_go()
 
     def _publish_alone(self, published: Published, launch: Callable[[], None]) -> None:
         """Launches a checked publish without its boundary."""

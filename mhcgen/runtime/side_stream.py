@@ -88,11 +88,18 @@ class SideStream:
         Args:
             tensors: What the mixes read and write.
         """
+        self.let_go()
         stream = self._current_stream()
-        if self.pending is not None and self.pending.stream is not stream:
+        self.pending = PendingMixes(capture_of(stream), stream, tensors)
+
+    def let_go(self) -> None:
+        """Holds no longer what the last mixes use, once the stream waits for them."""
+        if self.pending is None:
+            return
+        if self.pending.stream is not self._current_stream():
             # Their memory goes back to a stream that may not have waited.
             self._record(self.pending)
-        self.pending = PendingMixes(capture_of(stream), stream, tensors)
+        self.pending = None
 
     def join(self) -> None:
         """Makes the current stream wait for pending mixes, which stay pending.
