@@ -103,7 +103,8 @@ def test_what_a_variant_does_not_need_leaves_no_trace(plan: Plan) -> None:
         "shared_pre_mixes": not plan.delayed,
         "mix_tokens": plan.tail,
         "store_mix\\b": not plan.tail,
-        r"self\.threads \+ 32": plan.tail,
+        "the warp that computes the mixes": plan.tail,
+        "given_stream": not plan.tail,
         "NORM_SQUARES": plan.delayed,
         "fn_octets": plan.splits_fn,
         "smem_carveout": plan.splits_fn,
@@ -118,6 +119,7 @@ def test_what_a_variant_does_not_need_leaves_no_trace(plan: Plan) -> None:
     emitted = {
         "projection_fma.py": plan.projection == "fma",
         "entry.py": plan.spec.ends.entry,
+        "events.py": not plan.tail,
         "exit.py": plan.exit_by is not None,
         "ends.py": plan.ends,
     }
