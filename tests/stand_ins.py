@@ -106,7 +106,7 @@ def refuse(arguments: Sequence[Any], takes: Sequence[Any]) -> None:
     for place, (argument, stand_in) in enumerate(zip(arguments, takes, strict=False)):
         where = f"argument #{place}"
         if stand_in is None or not hasattr(stand_in, "shape"):
-            if (argument is None) is not (stand_in is None):
+            if not isinstance(argument, type(None) if stand_in is None else int):
                 raise TypeError(f"Mismatched type on {where}")
             continue
         if not hasattr(argument, "data_ptr") and not hasattr(argument, "dtype"):

@@ -33,6 +33,7 @@ from mhcgen.runtime.launcher import Launcher, like
 from mhcgen.runtime.side_stream import capture_of
 from mhcgen.runtime.warm_up import warm_up_together
 from mhcgen.spec_file import load_spec
+from tests.faults import faulty
 from tests.stand_ins import Machine, machine_in, mailbox_of
 
 H, HC, MIX = 512, 4, 24
@@ -737,38 +738,9 @@ def test_what_is_allocated_is_contiguous(shape: tuple[int, ...]) -> None:
     assert made.stride() == torch.empty(shape).stride()
 
 
-def refused(fault: str, tensor: torch.Tensor) -> Any:
-    """An argument with one fault."""
-    if fault == "type":
-        return [1.0]
-    if fault == "dtype":
-        return tensor.half()
-    if fault == "shape":
-        return torch.cat([tensor, tensor], dim=-1)
-    if fault == "device":
-        return tensor.to("meta")
-    if fault == "strides":
-        return torch.cat([tensor, tensor], dim=-1)[..., ::2]
-    if fault == "negated":
-        return torch._neg_view(tensor)
-    if fault == "a class":
-        return torch.Tensor
-    if fault == "freed":
-        freed = tensor.clone()
-        freed.untyped_storage().resize_(0)
-        return freed
-    if fault == "freed with others":
-        behind = tensor.new_zeros(32 + tensor.numel())[32:].view(tensor.shape)
-        behind.untyped_storage().resize_(0)
-        return behind
-    assert fault == "alignment"
-    wide = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)
-    return wide[1:].view(tensor.shape)
-
-
 FAULTS = {
     "type": (TypeError, "is a list"),
-    "dtype": (TypeError, "has dtype torch.float16"),
+    "dtype": (TypeError, "has dtype torch.float64"),
     "shape": (ValueError, "has shape"),
     "device": (ValueError, "is on meta"),
     "strides": (ValueError, "has strides"),
@@ -790,7 +762,7 @@ def test_each_fault_is_named_and_nothing_is_launched(
     given: dict[str, Any] = arguments(m)
     boundary(**given)
     machine.done()
-    given[name] = refused(fault, given[name])
+    given[name] = faulty(fault, given[name], "meta")
     error, message = FAULTS[fault]
     with pytest.raises(error, match=f"^{name} {message}") as caught:
         boundary(**given)
@@ -852,7 +824,7 @@ def test_each_fault_of_a_routed_sum_is_named(
     machine: Machine, boundary: FusedBoundary, name: str, fault: str, m: int
 ) -> None:
     given: dict[str, Any] = routed(m)
-    given[name] = refused(fault, given[name])
+    given[name] = faulty(fault, given[name], "meta")
     error, message = FAULTS[fault]
     with pytest.raises(error, match=f"^{name} {message}"):
         boundary.finalize(**given)

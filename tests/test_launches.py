@@ -19,7 +19,7 @@ from mhcgen.runtime.host import FusedBoundary
 from mhcgen.runtime.launcher import Launcher
 from mhcgen.runtime.occupancy import kernel_of
 from mhcgen.runtime.warm_up import warm_up_together, zeros_of
-from tests.stand_ins import is_taken, machine_in, mailbox_of
+from tests.stand_ins import machine_in, mailbox_of, refuse
 from tests.variants import FP16, FP32, MEANS, VARIANTS, variant
 
 ROOM = 64
@@ -46,23 +46,8 @@ class Checked:
         self.log = log
 
     def __call__(self, *given: Any) -> None:
-        expected = self.expected
-        assert len(given) == len(expected) - 1, self.name
-        for place, (argument, stand_in) in enumerate(
-            zip(given, expected[:-1], strict=True)
-        ):
-            where = f"{self.name}, argument {place}"
-            if stand_in is None:
-                assert argument is None, where
-            elif not hasattr(stand_in, "shape"):
-                assert isinstance(argument, int), where
-            else:
-                assert is_taken(argument.dtype, stand_in.element_type), where
-                sizes = [
-                    size if isinstance(size, int) else tokens
-                    for size, tokens in zip(stand_in.shape, argument.shape, strict=True)
-                ]
-                assert list(argument.shape) == sizes, where
+        assert len(given) == len(self.expected) - 1, self.name
+        refuse(given, self.expected)
         self.log.append(self.name)
 
 

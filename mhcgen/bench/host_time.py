@@ -27,24 +27,27 @@ def host_time(inputs: Inputs) -> dict[str, float]:
     outputs, mix = launcher.outputs(inputs.m), launcher.mix(inputs.m)
     whole = timed([("call", lambda: boundary(x, *shared)), ("join", boundary.join)])
     checks, kernel = boundary._checks, launcher.call_kernel(inputs.m)
-    if kernel is not None:
-        steps: list[Step] = [
-            ("checks", lambda: checks.plain((x,), shared)),
-            ("boundary", lambda: launcher.call(kernel, x, shared, outputs, mix)),
-        ]
-    else:
-        second = launcher.boundary_kernel(inputs.m)
-        steps = [
-            ("checks", lambda: checks.call(x, shared)),
+    second, side = launcher.boundary_kernel(inputs.m), boundary._side
+    steps: list[Step] = [
+        (
+            "checks",
+            (lambda: checks.call(x, shared))
+            if kernel is None
+            else (lambda: checks.plain((x,), shared)),
+        ),
+        ("outputs", lambda: (launcher.outputs(inputs.m), launcher.mix(inputs.m))),
+    ]
+    if kernel is None:
+        steps += [
             ("publish", lambda: launcher.publish(x)),
             ("boundary", lambda: launcher.boundary(second, shared, outputs, mix)),
         ]
+    else:
+        steps.append(
+            ("boundary", lambda: launcher.call(kernel, x, shared, outputs, mix))
+        )
     if mix is not None:
-        side = boundary._side
         steps.append(("mixes", lambda: launcher.mixes(mix, shared, outputs, side)))
-    steps.insert(
-        1, ("outputs", lambda: (launcher.outputs(inputs.m), launcher.mix(inputs.m)))
-    )
     return {WHOLE: sum(whole.values())} | whole | timed(steps)
 
 

@@ -88,15 +88,18 @@ class SideStream:
         Args:
             tensors: What the mixes read and write.
         """
-        self.let_go()
         stream = self._current_stream()
+        self._release(stream)
         self.pending = PendingMixes(capture_of(stream), stream, tensors)
 
     def let_go(self) -> None:
         """Holds no longer what the last mixes use, once the stream waits for them."""
-        if self.pending is None:
-            return
-        if self.pending.stream is not self._current_stream():
+        if self.pending is not None:
+            self._release(self._current_stream())
+
+    def _release(self, stream: torch.cuda.Stream) -> None:
+        """Lets go of pending mixes, given the current stream."""
+        if self.pending is not None and self.pending.stream is not stream:
             # Their memory goes back to a stream that may not have waited.
             self._record(self.pending)
         self.pending = None

@@ -16,6 +16,7 @@ import torch
 
 from mhcgen import reference
 from mhcgen.runtime import mailbox as mailboxes
+from tests.faults import faulty
 
 GENERATED = Path(__file__).parents[2] / "generated"
 CONSTANTS = reference.Constants(
@@ -145,30 +146,11 @@ FAULTS = (
     "alignment",
     "negated",
     "freed",
+    "freed with others",
 )
 
 
 def wrong(fault: str, tensor: torch.Tensor) -> tuple[Any, type[Exception]]:
     """An argument with one fault, and the exception that must name it."""
-    if fault == "type":
-        return [1.0], TypeError
-    if fault == "dtype":
-        return tensor.double(), TypeError
-    if fault == "shape":
-        return torch.cat([tensor, tensor], dim=-1), ValueError
-    if fault == "rank":
-        return tensor.unsqueeze(0), ValueError
-    if fault == "device":
-        return tensor.cpu(), ValueError
-    if fault == "strides":
-        wide = torch.cat([tensor, tensor], dim=-1)
-        return wide[..., ::2], ValueError
-    if fault == "negated":
-        return torch._neg_view(tensor), ValueError
-    if fault == "freed":
-        freed = tensor.clone()
-        freed.untyped_storage().resize_(0)
-        return freed, ValueError
-    assert fault == "alignment"
-    storage = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device="cuda")
-    return storage[1:].view(tensor.shape), ValueError
+    error = TypeError if fault in ("type", "dtype") else ValueError
+    return faulty(fault, tensor, "cpu"), error
