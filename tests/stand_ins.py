@@ -13,6 +13,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64
 
 from mhcgen.runtime import mailbox
 from mhcgen.runtime.dtypes import DTYPES
+from mhcgen.runtime.side_stream import Handles
 
 TYPES = {
     BFloat16: "bfloat16",
@@ -74,19 +75,20 @@ class Machine:
             if takes:
                 refuse(arguments, takes)
             self.given[name] = arguments
-            if name == "mixes" and isinstance(arguments[-1], int):
-                self._launch_beside(name, *arguments[-3:])
-            else:
+            beside = [each for each in arguments[-3:] if isinstance(each, int)]
+            if name != "mixes" or not beside:
                 self.log.append(name)
+            if len(beside) == len(Handles._fields) and any(beside):
+                self._launch_mixes(*beside)
 
         return launch
 
-    def _launch_beside(self, name: str, before: int, after: int, stream: int) -> None:
+    def _launch_mixes(self, before: int, after: int, stream: int) -> None:
         """What the host code of the mixes does: see templates/package/mixes.py."""
         side = SimpleNamespace(cuda_stream=stream)
         self.events[before].record(SimpleNamespace(cuda_stream=self.handle))
         self.events[before].wait(side)
-        self.log.append(name)
+        self.log.append("mixes")
         self.events[after].record(side)
 
     def done(self) -> list[str]:

@@ -43,7 +43,15 @@ class Compiled:
     kernels: list[CompiledKernel]
 
     def ptx(self, name: str, arch: str) -> str:
-        return (self.folder / f"{name}.{arch}.ptx").read_text()
+        """Of the kernel alone, without the mixes that a boundary launches besides."""
+        first, *others = self.entries(name, arch)
+        assert len(others) == ("boundary" in name), name
+        return first
+
+    def entries(self, name: str, arch: str) -> list[str]:
+        """The kernels of a file, each from its name to its end."""
+        text = (self.folder / f"{name}.{arch}.ptx").read_text()
+        return re.split(r"(?m)^(?=\.visible \.entry )", text)[1:]
 
 
 @pytest.fixture(scope="session")
@@ -335,6 +343,25 @@ def test_symbols_name_package_and_kernel(compiled: Compiled) -> None:
     for name in expected_names():
         ptx = compiled.ptx(name, "sm_90a")
         assert re.search(rf"\.entry \w*mhcgen_glm53_{name}\w*\(", ptx), name
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_boundaries_launch_the_mixes_as_they_are(compiled: Compiled, arch: str) -> None:
+    """Beside themselves: the code of the mixes kernel, by a name of its own."""
+    (mixes,) = compiled.entries("mixes", arch)
+    for name in expected_names():
+        if "boundary" in name:
+            beside = compiled.entries(name, arch)[1]
+            assert f"mhcgen_glm53_{name}_mixes" in beside, name
+            assert without_names(beside) == without_names(mixes), name
+
+
+def without_names(ptx: str) -> str:
+    """A kernel's code without comments, the kernel's name and its place in a file."""
+    code = re.sub(r"//.*", "", ptx).replace("$L__BB1_", "$L__BB0_")
+    label = re.search(r"\.entry (\w+)", code)
+    assert label is not None
+    return code.replace(label[1], "kernel").strip()
 
 
 def test_a_vendored_copy_works_alone(compiled: Compiled, tmp_path: Path) -> None:

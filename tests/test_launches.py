@@ -124,7 +124,7 @@ def test_kernels_are_given_what_they_are_compiled_for(
     if fused._side is not None:
         fused._side.pending = None
     launched = set(log)
-    mixes = {"mixes"} if plan.has_mixes_kernel else set()
+    mixes = {"mixes"} if constants.ENTRY else set()
     assert {f"boundary_{kernel_of(row)}" for row in rows} | mixes <= launched
     assert {f"boundary_{size}_{box.transport}" for size in room} <= launched
     assert box.transport == mailbox.LOCAL or fused.launches(1) == rows[0].launches

@@ -181,8 +181,9 @@ def test_publishing_boundaries_keep_their_machine_code(
     compiled = compile_package(kernels, "sm_90a", "unicast")
     assert list(Path().iterdir()) == []
     publishing = compiled["boundary_1_unicast"]
-    (symbol,) = publishing.kernel_info
-    assert symbol.startswith("mhcgen_kept_boundary_1_unicast")
+    symbol, beside = publishing.kernel_info
+    assert symbol.startswith("mhcgen_kept_boundary_1_unicast_kernel")
+    assert beside.startswith("mhcgen_kept_boundary_1_unicast_mixes_kernel")
     assert publishing.__cubin__.startswith(b"\x7fELF")
     assert symbol.encode() in publishing.__cubin__
     assert not compiled["boundary_1"].__cubin__

@@ -193,7 +193,8 @@ def critical_path(package: Loaded, inputs: Inputs) -> Call:
     outputs, mix = launcher.outputs(inputs.m), launcher.mix(inputs.m)
     whole = launcher.call_kernel(inputs.m)
     if whole is not None:
-        return partial(launcher.call, whole, x, shared, outputs, mix)
+        rows = launcher.published(x)
+        return partial(launcher.call, whole, rows, shared, outputs, mix)
     return two_launches(package, inputs)
 
 
@@ -245,7 +246,8 @@ def finalize(package: Loaded, inputs: Inputs) -> Call:
     outputs, mix = launcher.outputs(inputs.m), launcher.mix(inputs.m)
     whole = launcher.finalize_kernel(inputs.m, routed)
     if whole is not None:
-        return partial(launcher.call_routed, whole, routed, shared, outputs, mix)
+        rows = launcher.closed(routed)
+        return partial(launcher.call, whole, rows, shared, outputs, mix)
     kernel = launcher.boundary_kernel(inputs.m)
 
     def call() -> None:

@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from mhcgen.bench.contenders import Inputs
+from mhcgen.runtime.arguments import BoundaryOutput
 
 CALLS = 200
 ROUNDS = 5
 WHOLE = "call and join"
+GIVEN = "call and join, outputs given"
 
 Step = tuple[str, Callable[[], object]]
 
@@ -25,30 +27,41 @@ def host_time(inputs: Inputs) -> dict[str, float]:
     boundary, launcher = inputs.package.boundary, inputs.package.launcher
     x, shared = inputs.x, inputs.shared
     outputs, mix = launcher.outputs(inputs.m), launcher.mix(inputs.m)
-    whole = timed([("call", lambda: boundary(x, *shared)), ("join", boundary.join)])
-    checks, kernel = boundary._checks, launcher.call_kernel(inputs.m)
-    second, side = launcher.boundary_kernel(inputs.m), boundary._side
-    steps: list[Step] = [
-        (
-            "checks",
-            (lambda: checks.call(x, shared))
-            if kernel is None
-            else (lambda: checks.plain((x,), shared)),
-        ),
-        ("outputs", lambda: (launcher.outputs(inputs.m), launcher.mix(inputs.m))),
-    ]
+    join: Step = ("join", boundary.join)
+    whole = timed([("call", lambda: boundary(x, *shared)), join])
+    given = timed([("call", lambda: boundary(x, *shared, out=outputs)), join])
+    totals = {WHOLE: sum(whole.values()), GIVEN: sum(given.values())}
+    return totals | whole | timed(steps_of(inputs, outputs, mix))
+
+
+def steps_of(
+    inputs: Inputs, outputs: BoundaryOutput, mix: torch.Tensor | None
+) -> list[Step]:
+    """What a call does, in order."""
+    boundary, launcher = inputs.package.boundary, inputs.package.launcher
+    x, shared = inputs.x, inputs.shared
+    checks, side, m = boundary._checks, boundary._side, inputs.m
+    allocate: Step = ("outputs", lambda: launcher.outputs(m))
+    kernel, second = launcher.call_kernel(m), launcher.boundary_kernel(m)
     if kernel is None:
-        steps += [
+        return [
+            ("checks", lambda: checks.call(x, shared)),
+            allocate,
             ("publish", lambda: launcher.publish(x)),
-            ("boundary", lambda: launcher.boundary(second, shared, outputs, mix)),
+            (
+                "boundary",
+                lambda: launcher.boundary(second, shared, outputs, mix, side),
+            ),
         ]
-    else:
-        steps.append(
-            ("boundary", lambda: launcher.call(kernel, x, shared, outputs, mix))
-        )
-    if mix is not None:
-        steps.append(("mixes", lambda: launcher.mixes(mix, shared, outputs, side)))
-    return {WHOLE: sum(whole.values())} | whole | timed(steps)
+    rows = launcher.published(x)
+    return [
+        ("checks", lambda: checks.plain((x,), shared, None)),
+        allocate,
+        (
+            "boundary",
+            lambda: launcher.call(kernel, rows, shared, outputs, mix, side),
+        ),
+    ]
 
 
 def timed(steps: Sequence[Step]) -> dict[str, float]:

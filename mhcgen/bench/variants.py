@@ -134,7 +134,8 @@ class VariantTimer:
         (name,) = [name for name, size in sizes if size == candidate.group]
         whole = launcher.call_of(name, inputs.m)
         if whole is not None and self._publishing:
-            return partial(launcher.call, whole, x, shared, outputs, mix)
+            rows = launcher.published(x)
+            return partial(launcher.call, whole, rows, shared, outputs, mix)
         kernel = launcher.boundaries[name]
 
         def call() -> None:

@@ -16,6 +16,9 @@ SINK = "_"
 SHARED_BASE = 1024
 """Shared addresses start here, as on hardware, so that a null address is no address."""
 
+BESIDE = "_mixes"
+"""Behind the name of a boundary, that of the mixes that it launches beside itself."""
+
 _NAME = r"[A-Za-z_$%][\w$]*"
 _REGISTER_RANGE = re.compile(rf"({_NAME})<(\d+)>")
 _PARAMETER = re.compile(
@@ -163,12 +166,16 @@ class Kernel:
 
 
 def read_kernel(path: Path) -> Kernel:
-    """The one kernel of a PTX file.
+    """The kernel of a PTX file, without the mixes that a boundary launches besides.
+
+    Those are the same in every boundary, and in a file of their own.
 
     Raises:
         PtxError: The text is not understood, or holds another number of kernels.
     """
-    kernels = parse(path.read_text("utf-8"))
+    found = parse(path.read_text("utf-8"))
+    beside = {f"{kernel.label}{BESIDE}" for kernel in found}
+    kernels = [kernel for kernel in found if kernel.label not in beside]
     if len(kernels) != 1:
         raise PtxError("", 1, path.name, f"the file holds {len(kernels)} kernels")
     return kernels[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import namedtuple
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -13,6 +13,13 @@ import torch
 
 from .dtypes import DTYPES
 from .mailbox import ALIGNMENT
+
+NEGATED = torch.Tensor.is_neg
+ADDRESS = torch.Tensor.data_ptr
+# No offset in a storage is as large: at such an address there is memory.
+BEYOND_OFFSETS = 1 << 40
+NO_ROWS: Mapping[str, torch.Tensor | None] = {}
+MOST_APART = 4096  # calls whose memory is known not to overlap
 
 
 class BoundaryOutput(NamedTuple):
@@ -111,52 +118,114 @@ class Checks:
         self._weighted_norm = constants.NORM_WEIGHT != "none"
         norm_weight = ("norm_weight",) * self._weighted_norm
         self._weights_of = attrgetter("fn", "scale", "base", *norm_weight)
+        pre = ("pre",) * self._delayed
+        self._taken_of = attrgetter(
+            *("residual", "post", "comb", "fn", "scale", "base"), *norm_weight, *pre
+        )
+        self._outputs = output_type(constants)._fields
+        self._apart: set[tuple[int, ...]] = set()
         # A model's boundaries take the same weights each time: those that were checked.
         self._known: dict[tuple[object, ...], list[weakref.ref[object]]] = {}
 
-    def plain(self, rows: Iterable[torch.Tensor | None], inputs: BoundaryInput) -> bool:
+    def plain(
+        self,
+        rows: tuple[torch.Tensor, ...],
+        inputs: BoundaryInput,
+        out: BoundaryOutput | None,
+    ) -> bool:
         """Whether a boundary's launch would refuse whatever else is wrong with a call.
 
         Compiled kernels check types, shapes, strides, devices and alignment before they
         launch, in a fraction of the time. They see neither what they are not given nor
-        a view that is yet to be negated, nor memory that is gone.
+        a view that is yet to be negated, nor memory that is gone or overlaps.
 
         Args:
             rows: What the call publishes, or closes and publishes.
             inputs: The other arguments.
+            out: The outputs, if they are given.
         """
         if inputs.pre is not None and not self._delayed:
             return False
         if inputs.norm_weight is not None and not self._weighted_norm:
             return False
         try:
-            for tensor in (*rows, *inputs):
-                if tensor is not None and (tensor.is_neg() or is_freed(tensor)):
-                    return False
-        except (AttributeError, RuntimeError, TypeError):
+            tensors = (*rows, *self._taken_of(inputs), *(out or ()))
+            if any(map(NEGATED, tensors)):
+                return False
+            addresses = map(ADDRESS, tensors)
+            if out is not None:
+                return memory_of(addresses, rows) in self._apart
+            return min(addresses) >= BEYOND_OFFSETS or not any(map(is_freed, tensors))
+        except (AttributeError, IndexError, RuntimeError, TypeError):
             return False
-        return True
 
-    def plain_routed(self, routed: RoutedInput, inputs: BoundaryInput) -> bool:
+    def plain_routed(
+        self, routed: RoutedInput, inputs: BoundaryInput, out: BoundaryOutput | None
+    ) -> bool:
         """As ``plain``, of the arguments of finalize.
 
         To a compiled kernel, integers of one width are the same, signed or not.
         """
         index = routed.expanded_idx_to_permuted_idx
         signed = getattr(index, "dtype", None) is torch.int32
-        return signed and self.plain(routed, inputs)
+        return signed and self.plain(given_of(routed), inputs, out)
 
-    def call(self, x: torch.Tensor, inputs: BoundaryInput) -> int:
+    def call(
+        self, x: torch.Tensor, inputs: BoundaryInput, out: BoundaryOutput | None = None
+    ) -> int:
         """Checks the arguments of a call and returns M."""
         m = self.x(x)
         self.boundary(m, inputs)
+        if out is not None:
+            self.outputs(m, out, {"x": x, **inputs._asdict()})
+            self._remember_apart((x,), inputs, out)
         return m
 
-    def finalize(self, routed: RoutedInput, inputs: BoundaryInput) -> int:
+    def finalize(
+        self,
+        routed: RoutedInput,
+        inputs: BoundaryInput,
+        out: BoundaryOutput | None = None,
+    ) -> int:
         """Checks the arguments of finalize and returns M."""
         m = self.routed(routed)
         self.boundary(m, inputs)
+        if out is not None:
+            self.outputs(m, out, {**routed._asdict(), **inputs._asdict()})
+            self._remember_apart(given_of(routed), inputs, out)
         return m
+
+    def outputs(
+        self, m: int, out: BoundaryOutput, given: Mapping[str, torch.Tensor | None]
+    ) -> None:
+        """Checks memory for outputs, and that nothing else overlaps it.
+
+        The next residual streams, mixes and pre-mix may take the place of the last: a
+        kernel reads all of a token's before it writes any.
+
+        Args:
+            m: Tokens.
+            out: The outputs.
+            given: All other arguments by name, checked before.
+        """
+        if getattr(out, "_fields", None) != self._outputs:
+            raise TypeError(
+                f"out is a {type(out).__name__}; it must be what outputs({m}) returns: "
+                f"{', '.join(self._outputs)}"
+            )
+        c, activation, fp32 = self._constants, self._activation, torch.float32
+        expected = {
+            "residual": (activation, (m, c.HC, c.HIDDEN)),
+            "post": (fp32, (m, c.HC, 1)),
+            "comb": (fp32, (m, c.HC, c.HC)),
+            "layer_input": (activation, (m, c.HIDDEN)),
+            "pre": (fp32, (m, c.HC)),
+            "stream_mean": (activation, (m, c.HIDDEN)),
+        }
+        written = out._asdict()
+        for name, tensor in written.items():
+            self._tensor(f"out.{name}", tensor, *expected[name])
+        check_apart({f"out.{name}": t for name, t in written.items()}, given)
 
     def x(self, x: torch.Tensor) -> int:
         """Checks x and returns M."""
@@ -212,7 +281,26 @@ class Checks:
         self._weights(inputs)
         self._pre(m, inputs.pre, self._delayed, "model.pre_mix")
 
-    def entry(self, inputs: EntryInput) -> int:
+    def consume(
+        self,
+        m: int,
+        inputs: BoundaryInput,
+        out: BoundaryOutput | None,
+        rows: Mapping[str, torch.Tensor | None],
+    ) -> None:
+        """Checks the arguments of the second half of a call.
+
+        Args:
+            m: Tokens.
+            inputs: The arguments.
+            out: The outputs, if they are given.
+            rows: What the first half published, by name.
+        """
+        self.boundary(m, inputs)
+        if out is not None:
+            self.outputs(m, out, {**rows, **inputs._asdict()})
+
+    def entry(self, inputs: EntryInput, out: BoundaryOutput | None = None) -> int:
         """Checks the arguments of the entry and returns M."""
         c = self._constants
         if not c.ENTRY:
@@ -223,10 +311,25 @@ class Checks:
         self._capacity("hidden", m)
         self._tensor("hidden", inputs.hidden, self._activation, (m, c.HIDDEN))
         self._weights(inputs)
+        if out is not None:
+            self.outputs(m, out, inputs._asdict())
         return m
 
-    def exit(self, m: int, inputs: ExitInput) -> None:
-        """Checks the arguments that all exits share."""
+    def exit(
+        self,
+        m: int,
+        inputs: ExitInput,
+        out: torch.Tensor | None = None,
+        rows: Mapping[str, torch.Tensor | None] = NO_ROWS,
+    ) -> None:
+        """Checks the arguments that all exits share.
+
+        Args:
+            m: Tokens.
+            inputs: The arguments.
+            out: The output, if it is given.
+            rows: What is published, or closed and published, by name.
+        """
         c = self._constants
         self.has_exit()
         self._streams(m, inputs)
@@ -241,6 +344,9 @@ class Checks:
             tensor = getattr(inputs, name)
             if self._wanted(name, tensor, c.EXIT == "sigmoid", "ends.exit"):
                 self._tensor(name, tensor, dtype, shape)
+        if out is not None:
+            self._tensor("out", out, self._activation, (m, c.HIDDEN))
+            check_apart({"out": out}, {**rows, **inputs._asdict()})
 
     def has_exit(self) -> None:
         """Makes sure that the package has an exit kernel."""
@@ -307,6 +413,18 @@ class Checks:
         # Once one is gone, another tensor may have its id.
         self._known[known] = [weakref.ref(weight, forget) for weight in weights]
 
+    def _remember_apart(
+        self, rows: Sequence[torch.Tensor], inputs: BoundaryInput, out: BoundaryOutput
+    ) -> None:
+        """Remembers where the tensors of a call lie, whose outputs overlap nothing.
+
+        None of them is freed: they were checked.
+        """
+        if len(self._apart) == MOST_APART:
+            self._apart.clear()
+        tensors = (*rows, *self._taken_of(inputs), *out)
+        self._apart.add(memory_of(map(ADDRESS, tensors), rows))
+
     def _tensor(
         self, name: str, tensor: Any, dtype: torch.dtype | None, shape: tuple[int, ...]
     ) -> None:
@@ -368,6 +486,56 @@ class Checks:
                 f"{name} starts at {address:#x}; it must start at a multiple of "
                 f"{ALIGNMENT} bytes: pass {name}.clone()"
             )
+
+
+def given_of(routed: RoutedInput) -> tuple[torch.Tensor, ...]:
+    """The arguments of finalize alone, without a shared expert that is absent."""
+    return tuple(each for each in routed if each is not None)
+
+
+def memory_of(
+    addresses: Iterable[int], rows: Sequence[torch.Tensor]
+) -> tuple[int, ...]:
+    """What tells where all tensors of a call lie.
+
+    Args:
+        addresses: Where each begins.
+        rows: Those of them that are published, or closed and published: a launch takes
+            no others than of as many tokens.
+    """
+    return (*addresses, *[each.shape[0] for each in rows])
+
+
+def check_apart(
+    written: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor | None]
+) -> None:
+    """Makes sure that outputs overlap neither each other nor what is read.
+
+    Args:
+        written: The outputs by name.
+        given: The inputs by name. ``out.residual`` may be in the place of ``residual``,
+            and so on.
+
+    Raises:
+        ValueError: The names of two tensors that overlap.
+    """
+    others = {name: extent(each) for name, each in given.items() if each is not None}
+    for name, tensor in written.items():
+        begin, end = extent(tensor)
+        for other, (low, high) in others.items():
+            in_place = name == f"out.{other}" and (low, high) == (begin, end)
+            if begin < high and low < end and not in_place:
+                raise ValueError(
+                    f"{name} overlaps {other}: give it memory of its own, such as "
+                    "outputs() makes"
+                )
+        others[name] = begin, end
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a contiguous tensor begins and ends in memory."""
+    begin = tensor.data_ptr()
+    return begin, begin + tensor.nbytes
 
 
 def identity(tensors: Sequence[Any]) -> tuple[object, ...]:

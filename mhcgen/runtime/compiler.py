@@ -12,6 +12,7 @@ from typing import Any
 from cutlass import cute
 
 from .cache import Cache
+from .occupancy import MIXES
 
 OLDEST_DSL = (4, 6, 3)
 
@@ -37,7 +38,8 @@ def compile_kernel(kernel: Any, name: str, arch: str, options: str = "") -> Any:
 
     Args:
         kernel: An object of the package's ``kernels`` table.
-        name: What profilers are to show.
+        name: What profilers are to show; for mixes that it launches besides, this and
+            ``_mixes``.
         arch: The compiler's name of the architecture, such as ``sm_90a``.
         options: More options for ``cute.compile``.
 
@@ -46,6 +48,8 @@ def compile_kernel(kernel: Any, name: str, arch: str, options: str = "") -> Any:
         stream that is current in torch.
     """
     type(kernel).kernel.set_name_prefix(name)
+    if hasattr(kernel, "mixes"):
+        type(kernel.mixes).kernel.set_name_prefix(f"{name}{MIXES}")
     return cute.compile(
         kernel,
         *kernel.arguments(),

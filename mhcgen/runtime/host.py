@@ -19,7 +19,7 @@ from .arguments import (
     rows_of,
 )
 from .launcher import Launcher
-from .side_stream import SideStream
+from .side_stream import SideStream, Turn
 
 NOTHING = nullcontext()
 
@@ -36,6 +36,11 @@ class Published(NamedTuple):
     m: int
     tensors: tuple[torch.Tensor | None, ...]
     alone: bool = False
+
+    def named(self) -> dict[str, torch.Tensor | None]:
+        """What publish reads, by the names of arguments."""
+        names = ("x",) if len(self.tensors) == 1 else RoutedInput._fields
+        return dict(zip(names, self.tensors, strict=True))
 
 
 class FusedBoundary:
@@ -83,11 +88,19 @@ class FusedBoundary:
         Raises:
             ValueError: A call cannot have ``m`` tokens.
         """
-        if not self.supports(m):
-            raise ValueError(f"m is {m}; this package takes 0 to {self.capacity}")
+        self._check_supported(m)
         if m == 0:
             return 0
         return 2 if self._launcher.call_kernel(m) is None else 1
+
+    def outputs(self, m: int) -> BoundaryOutput:
+        """Memory for the outputs of ``m`` tokens, to be given to calls as ``out``.
+
+        Raises:
+            ValueError: A call cannot have ``m`` tokens.
+        """
+        self._check_supported(m)
+        return self._launcher.outputs(m)
 
     def __call__(
         self,
@@ -100,6 +113,8 @@ class FusedBoundary:
         base: torch.Tensor,
         norm_weight: torch.Tensor | None,
         pre: torch.Tensor | None = None,
+        *,
+        out: BoundaryOutput | None = None,
     ) -> BoundaryOutput:
         """All-reduces ``x`` and takes it through the boundary.
 
@@ -115,14 +130,18 @@ class FusedBoundary:
             norm_weight: [H] activations; None where the norm has no weight.
             pre: [M, HC] FP32, the last boundary's ``pre`` where the pre-mix is delayed;
                 None where it is fresh.
+            out: Memory for the outputs, as ``outputs`` makes it: to give the same again
+                is quicker than to allocate. Its ``residual``, ``post``, ``comb`` and
+                ``pre`` may be those that the call takes; nothing else may overlap it.
 
         Returns:
-            The outputs; empty where M is 0.
+            The outputs, ``out`` if it is given; empty where M is 0.
 
         Raises:
             TypeError: An argument is no tensor or has another dtype.
             ValueError: A shape, device, layout or alignment is not as above, M exceeds
-                the capacity, or an argument is given that the package does not take.
+                the capacity, ``out`` overlaps another argument, or an argument is given
+                that the package does not take.
             RuntimeError: The mixes of a call outside of a graph capture are still
                 outstanding inside of it; rows that ``publish`` sent were not consumed;
                 or an earlier call broke off half-way.
@@ -131,11 +150,13 @@ class FusedBoundary:
         launcher, check = self._launcher, self._checks.call
         m = rows_of(x)
         kernel = launcher.call_kernel(m)
-        if kernel is None or not self._checks.plain((x,), inputs):
-            check(x, inputs)
+        if kernel is None or not self._checks.plain((x,), inputs, out):
+            check(x, inputs, out)
         if kernel is None:
-            return self._run(Published(m, (x,)), partial(launcher.publish, x), inputs)
-        return self._run_whole(m, partial(launcher.call, kernel, x), check, x, inputs)
+            publish = partial(launcher.publish, x)
+            return self._run(Published(m, (x,)), publish, inputs, out)
+        rows = launcher.published(x)
+        return self._run_whole(m, kernel, rows, inputs, out, partial(check, x))
 
     def finalize(
         self,
@@ -151,6 +172,8 @@ class FusedBoundary:
         base: torch.Tensor,
         norm_weight: torch.Tensor | None,
         pre: torch.Tensor | None = None,
+        *,
+        out: BoundaryOutput | None = None,
     ) -> BoundaryOutput:
         """Closes a MoE layer's routed sum and takes it through the boundary.
 
@@ -170,6 +193,7 @@ class FusedBoundary:
             base: As in a call.
             norm_weight: As in a call.
             pre: As in a call.
+            out: As in a call.
         """
         inputs = BoundaryInput(residual, post, comb, fn, scale, base, norm_weight, pre)
         routed = RoutedInput(
@@ -178,13 +202,13 @@ class FusedBoundary:
         launcher, check = self._launcher, self._checks.finalize
         m = rows_of(expert_weights)
         kernel = launcher.finalize_kernel(m, routed)
-        if kernel is None or not self._checks.plain_routed(routed, inputs):
-            check(routed, inputs)
+        if kernel is None or not self._checks.plain_routed(routed, inputs, out):
+            check(routed, inputs, out)
         if kernel is None:
             publish = partial(launcher.finalize, routed)
-            return self._run(Published(m, routed), publish, inputs)
-        launch = partial(launcher.call_routed, kernel, routed)
-        return self._run_whole(m, launch, check, routed, inputs)
+            return self._run(Published(m, routed), publish, inputs, out)
+        rows = launcher.closed(routed)
+        return self._run_whole(m, kernel, rows, inputs, out, partial(check, routed))
 
     def entry(
         self,
@@ -193,6 +217,8 @@ class FusedBoundary:
         scale: torch.Tensor,
         base: torch.Tensor,
         norm_weight: torch.Tensor | None,
+        *,
+        out: BoundaryOutput | None = None,
     ) -> BoundaryOutput:
         """Enters the network: every stream is the hidden state, and mixes follow.
 
@@ -206,15 +232,18 @@ class FusedBoundary:
             scale: As in a call.
             base: As in a call.
             norm_weight: As in a call.
+            out: As in a call; nothing may overlap it.
         """
         inputs = EntryInput(hidden, fn, scale, base, norm_weight)
-        m = self._checks.entry(inputs)
-        outputs, mix = self._launcher.outputs(m), self._launcher.entry_mix(m)
+        launcher = self._launcher
+        m = self._checks.entry(inputs, out)
+        outputs, mix = self._outputs(m, out), launcher.entry_mix(m)
         if m:
             with self._on_device():
-                self._begin()
-                self._launcher.entry(inputs, outputs, mix)
-                self._launch_mixes(inputs, outputs, mix)
+                turn = self._begin()
+                launcher.entry(inputs, outputs, mix)
+                launcher.mixes(mix, inputs, outputs, self._side)
+                self._hold(turn, inputs, outputs, mix)
         return outputs
 
     def exit(
@@ -229,6 +258,7 @@ class FusedBoundary:
         head_fn: torch.Tensor | None = None,
         head_scale: torch.Tensor | None = None,
         head_base: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Leaves the network: all-reduces ``x``, and collapses the last streams.
 
@@ -243,18 +273,19 @@ class FusedBoundary:
                 else None.
             head_scale: [1] FP32, likewise.
             head_base: [HC] FP32, likewise.
+            out: Memory for the result, which no argument may overlap; or None.
 
         Returns:
-            [M, H] activations: the collapsed streams, normalized.
+            [M, H] activations: the collapsed streams, normalized; ``out`` if given.
         """
         inputs = ExitInput(
             residual, post, comb, norm_weight, pre, head_fn, head_scale, head_base
         )
         self._checks.has_exit()
         m = self._checks.x(x)
-        self._checks.exit(m, inputs)
+        self._checks.exit(m, inputs, out, {"x": x})
         publish = partial(self._launcher.publish, x)
-        return self._run_exit(Published(m, (x,)), publish, inputs)
+        return self._run_exit(Published(m, (x,)), publish, inputs, out)
 
     def exit_finalize(
         self,
@@ -271,6 +302,7 @@ class FusedBoundary:
         head_fn: torch.Tensor | None = None,
         head_scale: torch.Tensor | None = None,
         head_base: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Closes the last MoE layer's routed sum and leaves the network.
 
@@ -287,6 +319,7 @@ class FusedBoundary:
             head_fn: As in ``exit``.
             head_scale: As in ``exit``.
             head_base: As in ``exit``.
+            out: As in ``exit``.
         """
         inputs = ExitInput(
             residual, post, comb, norm_weight, pre, head_fn, head_scale, head_base
@@ -296,9 +329,9 @@ class FusedBoundary:
         )
         self._checks.has_exit()
         m = self._checks.routed(routed)
-        self._checks.exit(m, inputs)
+        self._checks.exit(m, inputs, out, routed._asdict())
         finalize = partial(self._launcher.finalize, routed)
-        return self._run_exit(Published(m, routed), finalize, inputs)
+        return self._run_exit(Published(m, routed), finalize, inputs, out)
 
     def join(self) -> None:
         """Makes the current stream wait for the mixes of the last call.
@@ -352,6 +385,8 @@ class FusedBoundary:
         base: torch.Tensor,
         norm_weight: torch.Tensor | None,
         pre: torch.Tensor | None = None,
+        *,
+        out: BoundaryOutput | None = None,
     ) -> BoundaryOutput:
         """The second half of a call or of ``finalize``, with the M of the first.
 
@@ -359,13 +394,12 @@ class FusedBoundary:
         """
         inputs = BoundaryInput(residual, post, comb, fn, scale, base, norm_weight, pre)
         m = rows_of(residual)
-        self._checks.boundary(m, inputs)
+        self._checks.consume(m, inputs, out, self._published_rows())
         self._check_published(m)
-        outputs, mix = self._launcher.outputs(m), self._launcher.mix(m)
+        outputs = self._outputs(m, out)
         if m:
             with self._on_device():
-                self._await_mixes()
-                self._launch_boundary(inputs, outputs, mix)
+                self._launch_boundary(self._await_mixes(), inputs, outputs)
         return outputs
 
     def consume_exit(
@@ -379,6 +413,7 @@ class FusedBoundary:
         head_fn: torch.Tensor | None = None,
         head_scale: torch.Tensor | None = None,
         head_base: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The second half of an exit, with the M of the first.
 
@@ -388,14 +423,23 @@ class FusedBoundary:
             residual, post, comb, norm_weight, pre, head_fn, head_scale, head_base
         )
         m = rows_of(residual)
-        self._checks.exit(m, inputs)
+        self._checks.exit(m, inputs, out, self._published_rows())
         self._check_published(m)
-        output = self._launcher.exit_output(m)
+        output = self._launcher.exit_output(m) if out is None else out
         if m:
             with self._on_device():
                 self._await_mixes()
                 self._launch_exit(inputs, output)
         return output
+
+    def _check_supported(self, m: int) -> None:
+        """Makes sure that a call may have ``m`` tokens."""
+        if not self.supports(m):
+            raise ValueError(f"m is {m}; this package takes 0 to {self.capacity}")
+
+    def _published_rows(self) -> dict[str, torch.Tensor | None]:
+        """What was published and is to be consumed, by name."""
+        return {} if self._published is None else self._published.named()
 
     def _check_published(self, m: int) -> None:
         """Makes sure that as many tokens were published as are to be consumed."""
@@ -405,34 +449,39 @@ class FusedBoundary:
                 f"residual has {m} tokens, and {published} were published before"
             )
 
+    def _outputs(self, m: int, out: BoundaryOutput | None) -> BoundaryOutput:
+        """What a call of ``m`` tokens writes: what is given, or new memory."""
+        return self._launcher.outputs(m) if out is None else out
+
     def _run_whole(
         self,
         m: int,
-        launch: Callable[..., None],
-        check: Callable[[Any, BoundaryInput], int],
-        rows: Any,
+        kernel: Any,
+        rows: tuple[Any, ...],
         inputs: BoundaryInput,
+        out: BoundaryOutput | None,
+        check: Callable[[BoundaryInput, BoundaryOutput | None], int],
     ) -> BoundaryOutput:
         """Launches a call in one launch, which checks the arguments.
 
         Args:
             m: Tokens.
-            launch: Launches it on inputs, outputs and memory for mixes.
-            check: Names what the launch found wrong with the arguments.
-            rows: x, or the arguments of finalize alone.
+            kernel: The boundary.
+            rows: What it publishes.
             inputs: The other arguments.
+            out: The outputs, if they are given.
+            check: Names what the launch found wrong with the arguments.
         """
         launcher = self._launcher
-        outputs, mix = launcher.outputs(m), launcher.mix(m)
+        outputs, mix = self._outputs(m, out), launcher.mix(m)
         with self._on_device():
-            self._begin()
+            turn = self._begin()
             try:
-                launch(inputs, outputs, mix)
+                launcher.call(kernel, rows, inputs, outputs, mix, self._side)
             except Exception:
-                name_fault(check, rows, inputs)
+                name_fault(partial(check, inputs, out))
                 raise
-            if mix is not None:
-                self._launch_mixes(inputs, outputs, mix)
+            self._hold(turn, inputs, outputs, mix)
         return outputs
 
     def _run(
@@ -440,21 +489,25 @@ class FusedBoundary:
         published: Published,
         launch: Callable[[], None],
         inputs: BoundaryInput,
+        out: BoundaryOutput | None,
     ) -> BoundaryOutput:
         """Launches a checked call: memory is allocated before the publish."""
-        outputs = self._launcher.outputs(published.m)
-        mix = self._launcher.mix(published.m)
+        outputs = self._outputs(published.m, out)
         if published.m:
             with self._on_device():
-                self._publish(published, launch)
-                self._launch_boundary(inputs, outputs, mix)
+                turn = self._publish(published, launch)
+                self._launch_boundary(turn, inputs, outputs)
         return outputs
 
     def _run_exit(
-        self, published: Published, launch: Callable[[], None], inputs: ExitInput
+        self,
+        published: Published,
+        launch: Callable[[], None],
+        inputs: ExitInput,
+        out: torch.Tensor | None,
     ) -> torch.Tensor:
         """Launches a checked exit: memory is allocated before the publish."""
-        output = self._launcher.exit_output(published.m)
+        output = self._launcher.exit_output(published.m) if out is None else out
         if published.m:
             with self._on_device():
                 self._publish(published, launch)
@@ -475,14 +528,18 @@ class FusedBoundary:
                 self._publish(published, launch)
             self._published = published._replace(alone=True)
 
-    def _publish(self, published: Published, launch: Callable[[], None]) -> None:
+    def _publish(self, published: Published, launch: Callable[[], None]) -> Turn | None:
         """Launches a publish, once the stream waits for the mixes of the last call."""
-        self._begin()
+        turn = self._begin()
         self._published = published
         launch()
+        return turn
 
-    def _begin(self) -> None:
-        """Makes the stream wait for the mixes of the last call."""
+    def _begin(self) -> Turn | None:
+        """Makes the stream wait for the mixes of the last call, and says which it is.
+
+        None without a side stream.
+        """
         if self._published is not None:
             if self._published.alone:
                 raise RuntimeError(
@@ -493,37 +550,33 @@ class FusedBoundary:
                 "an earlier call broke off between its publish and its boundary, and "
                 "the ranks no longer agree: load the package again on all ranks"
             )
-        self._await_mixes()
+        return self._await_mixes()
 
-    def _await_mixes(self) -> None:
+    def _await_mixes(self) -> Turn | None:
         """Makes the stream wait for the mixes of the last call, if it does not yet."""
-        if self._side is not None:
-            self._side.join()
+        return None if self._side is None else self._side.join()
 
     def _launch_boundary(
+        self, turn: Turn | None, inputs: BoundaryInput, outputs: BoundaryOutput
+    ) -> None:
+        """Launches a boundary that consumes what was published, and its mixes."""
+        launcher, m = self._launcher, inputs.residual.shape[0]
+        kernel, mix = launcher.boundary_kernel(m), launcher.mix(m)
+        launcher.boundary(kernel, inputs, outputs, mix, self._side)
+        self._published = None
+        self._hold(turn, inputs, outputs, mix)
+
+    def _hold(
         self,
-        inputs: BoundaryInput,
+        turn: Turn | None,
+        inputs: BoundaryInput | EntryInput,
         outputs: BoundaryOutput,
         mix: torch.Tensor | None,
     ) -> None:
-        """Launches a boundary that consumes what was published, and its mixes."""
-        kernel = self._launcher.boundary_kernel(inputs.residual.shape[0])
-        self._launcher.boundary(kernel, inputs, outputs, mix)
-        self._published = None
-        if mix is not None:
-            self._launch_mixes(inputs, outputs, mix)
-
-    def _launch_mixes(
-        self,
-        inputs: BoundaryInput | EntryInput,
-        outputs: BoundaryOutput,
-        mix: torch.Tensor,
-    ) -> None:
-        """Launches mixes on the side stream; without one, on that of the call."""
-        launcher, side = self._launcher, self._side
-        if side is not None:
-            side.hold((mix, inputs.scale, inputs.base, *launcher.mix_outputs(outputs)))
-        launcher.mixes(mix, inputs, outputs, side)
+        """Keeps what mixes use that were launched on a side stream."""
+        if turn is not None and self._side is not None and mix is not None:
+            written = self._launcher.mix_outputs(outputs)
+            self._side.hold(turn, (mix, inputs.scale, inputs.base, *written))
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Makes the device current where it is not; that takes a while."""
@@ -532,11 +585,9 @@ class FusedBoundary:
         return torch.cuda.device(self.device)
 
 
-def name_fault(
-    check: Callable[[Any, BoundaryInput], int], rows: Any, inputs: BoundaryInput
-) -> None:
+def name_fault(check: Callable[[], object]) -> None:
     """Raises what a check finds wrong, in the place of what a launch found."""
     try:
-        check(rows, inputs)
+        check()
     except (TypeError, ValueError) as error:
         raise error from None

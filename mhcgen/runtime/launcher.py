@@ -23,23 +23,32 @@ from .arguments import (
 from .dtypes import DTYPES
 from .mailbox import LOCAL, Mailbox
 from .occupancy import Kernel, kernel_of
-from .side_stream import SideStream
+from .side_stream import Handles, SideStream
 
 Fields = Callable[[Any], tuple[torch.Tensor, ...]]
 
 
-class Shapes(NamedTuple):
-    """Tensors of the shapes that a call of some M allocates; see ``like``.
-
-    To make another one like them is quicker than to name shape, dtype and device.
+class Memory(NamedTuple):
+    """What calls of some M need memory for.
 
     Attributes:
-        outputs: Those of the outputs, in order.
-        mix: That of what is handed to the mixes kernel.
+        outputs: Tensors of the shapes of the outputs, in order; see ``like``. To make
+            another one like them is quicker than to name shape, dtype and device.
+        mix: [M, MIX] FP32, what a boundary hands to the mixes kernel: the same memory
+            for all calls, since each waits for the mixes of the last. None where a
+            boundary computes the mixes itself.
     """
 
     outputs: tuple[torch.Tensor, ...]
-    mix: torch.Tensor
+    mix: torch.Tensor | None
+
+
+NO_MIXES = Handles(0, 0, 0)
+
+
+def handles_of(side: SideStream | None) -> Handles:
+    """What tells a boundary where to launch its mixes; None launches none."""
+    return NO_MIXES if side is None else side.handles
 
 
 def like(element: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -57,7 +66,8 @@ def positional(compiled: Any) -> Any:
 class Launcher:
     """One rank's compiled kernels and its mailbox.
 
-    All launches go to the current stream, but those of the mixes beside it.
+    All launches go to the current stream, but those of the mixes beside it. Where these
+    go to a side stream, a boundary launches its own, in the same native call.
 
     Attributes:
         constants: The package's ``constants`` module.
@@ -70,6 +80,7 @@ class Launcher:
             the same.
         publishing: The boundary kernels that publish their own rows, likewise.
         room: How many clusters of these run at once.
+        has_mixes: Whether there is a kernel of mixes alone.
     """
 
     def __init__(
@@ -131,6 +142,7 @@ class Launcher:
             for shared in constants.SHARED_EXPERT
         }
         self._mixes = compiled.get("mixes")
+        self.has_mixes = self._mixes is not None
         self._entry = compiled.get("entry")
         self._exit = compiled.get("exit")
         self._connect(mailbox)
@@ -147,7 +159,6 @@ class Launcher:
             else None
             for m, row in enumerate(by_tokens)
         ]
-        self._shapes: dict[int, Shapes] = {}
         device = mailbox.buffer.device
         activation = DTYPES[constants.ACTIVATION]
         self._activation = torch.empty((), dtype=activation, device=device)
@@ -156,6 +167,9 @@ class Launcher:
     def _connect(self, mailbox: Mailbox) -> None:
         """Takes a mailbox, whose tensors are converted once, not at each launch."""
         self.mailbox = mailbox
+        c, device = self.constants, mailbox.buffer.device
+        self._mix = torch.empty((c.CAPACITY, c.MIX), device=device)
+        self._memory: dict[int, Memory] = {}
         self._of_mailbox: tuple[Any, ...] = ()
         self._of_publish: tuple[Any, ...] = ()
         self._of_call: tuple[Any, ...] = ()
@@ -191,8 +205,8 @@ class Launcher:
         self._exit_inputs: Fields = attrgetter(
             *streams, *exits.get(c.EXIT, ()), *weight
         )
-        self._row_outputs: Fields = attrgetter("residual", "layer_input", *mean)
-        self._all_outputs: Fields = attrgetter(*streams, *pre, "layer_input", *mean)
+        self._entry_outputs: Fields = attrgetter("residual", "layer_input", *mean)
+        self._outputs: Fields = attrgetter(*streams, *pre, "layer_input", *mean)
         self._mix_outputs: Fields = attrgetter("post", "comb", *pre)
 
     def with_mailbox(self, mailbox: Mailbox) -> Launcher:
@@ -234,29 +248,28 @@ class Launcher:
 
     def outputs(self, m: int) -> BoundaryOutput:
         """Memory for the outputs of ``m`` tokens."""
-        return self._output_type._make(
-            map(torch.empty_like, self._shapes_of(m).outputs)
-        )
+        shapes = self._memory_of(m).outputs
+        return self._output_type._make(map(torch.empty_like, shapes))
 
     def mix(self, m: int) -> torch.Tensor | None:
         """Memory for what a boundary of ``m`` tokens hands to the mixes kernel.
 
         [M, MIX] FP32; None where the boundary computes the next mixes itself.
         """
-        return None if self.constants.MIXES == "tail" else self.entry_mix(m)
+        return self._memory_of(m).mix
 
     def entry_mix(self, m: int) -> torch.Tensor:
         """Memory for what an entry of ``m`` tokens hands to the mixes kernel."""
-        return torch.empty_like(self._shapes_of(m).mix)
+        return self._mix[:m]
 
     def exit_output(self, m: int) -> torch.Tensor:
         """Memory for what the exit returns, [M, H] activations."""
         return torch.empty_like(like(self._activation, m, self.constants.HIDDEN))
 
-    def _shapes_of(self, m: int) -> Shapes:
-        """The shapes of ``m`` tokens, which are remembered."""
-        shapes = self._shapes.get(m)
-        if shapes is None:
+    def _memory_of(self, m: int) -> Memory:
+        """What ``m`` tokens need memory for, which is remembered."""
+        memory = self._memory.get(m)
+        if memory is None:
             c, activation, fp32 = self.constants, self._activation, self._fp32
             known = {
                 "residual": like(activation, m, c.HC, c.HIDDEN),
@@ -266,10 +279,10 @@ class Launcher:
                 "pre": like(fp32, m, c.HC),
                 "stream_mean": like(activation, m, c.HIDDEN),
             }
-            names = self._output_type._fields
-            outputs = tuple(known[name] for name in names)
-            shapes = self._shapes[m] = Shapes(outputs, like(fp32, m, c.MIX))
-        return shapes
+            outputs = tuple(known[name] for name in self._output_type._fields)
+            mix = None if c.MIXES == "tail" else self._mix[:m]
+            memory = self._memory[m] = Memory(outputs, mix)
+        return memory
 
     def publish(self, x: torch.Tensor) -> None:
         """Publishes x; one rank alone only keeps it for the boundary."""
@@ -292,38 +305,38 @@ class Launcher:
     def call(
         self,
         kernel: Any,
-        x: torch.Tensor,
+        rows: tuple[Any, ...],
         inputs: BoundaryInput,
         outputs: BoundaryOutput,
         mix: torch.Tensor | None,
+        side: SideStream | None = None,
     ) -> None:
-        """Publishes x and consumes what all ranks publish."""
+        """Publishes rows and consumes what all ranks publish.
+
+        Args:
+            kernel: What ``call_kernel`` or ``finalize_kernel`` gave.
+            rows: What ``published`` or ``closed`` makes of the rows.
+            inputs: The other arguments.
+            outputs: What is written.
+            mix: What is written for the mixes kernel; None where there is none.
+            side: Where that is launched; None launches it not.
+        """
         kernel(
-            x,
-            *self._unrouted,
+            *rows,
             *self._of_call,
             *self._boundary_inputs(inputs),
             *self._of_mailbox,
-            *self._written(outputs, mix),
+            *self._outputs(outputs),
+            *(() if mix is None else (mix, *handles_of(side))),
         )
 
-    def call_routed(
-        self,
-        kernel: Any,
-        routed: RoutedInput,
-        inputs: BoundaryInput,
-        outputs: BoundaryOutput,
-        mix: torch.Tensor | None,
-    ) -> None:
-        """Closes and publishes a routed sum, and consumes what all ranks publish."""
-        kernel(
-            None,
-            *routed,
-            *self._of_call,
-            *self._boundary_inputs(inputs),
-            *self._of_mailbox,
-            *self._written(outputs, mix),
-        )
+    def published(self, x: torch.Tensor) -> tuple[Any, ...]:
+        """What ``call`` takes of x."""
+        return (x, *self._unrouted)
+
+    def closed(self, routed: RoutedInput) -> tuple[Any, ...]:
+        """What ``call`` takes of a routed sum, which it closes."""
+        return (None, *routed)
 
     def boundary(
         self,
@@ -331,21 +344,24 @@ class Launcher:
         inputs: BoundaryInput,
         outputs: BoundaryOutput,
         mix: torch.Tensor | None,
+        side: SideStream | None = None,
     ) -> None:
-        """Consumes what was published."""
+        """Consumes what was published; see ``call``."""
         kernel(
             *(self._of_boundary or self._taken_rows()),
             *self._boundary_inputs(inputs),
             *self._of_mailbox,
-            *self._written(outputs, mix),
+            *self._outputs(outputs),
+            *(() if mix is None else (mix, *handles_of(side))),
         )
 
     def entry(
         self, inputs: EntryInput, outputs: BoundaryOutput, mix: torch.Tensor
     ) -> None:
-        """Expands a hidden state."""
+        """Expands a hidden state; its mixes are to be launched behind it."""
         assert self._entry is not None
-        self._entry(*self._entry_inputs(inputs), *self._written(outputs, mix))
+        residual, *rows = self._entry_outputs(outputs)
+        self._entry(*self._entry_inputs(inputs), residual, mix, *rows)
 
     def exit(self, inputs: ExitInput, output: torch.Tensor) -> None:
         """Consumes what was published, and collapses the last streams."""
@@ -358,15 +374,6 @@ class Launcher:
         rows, self.rows = self.rows, None
         return (rows,)
 
-    def _written(
-        self, outputs: BoundaryOutput, mix: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
-        """What a boundary or an entry writes, in order."""
-        if mix is None:
-            return self._all_outputs(outputs)
-        residual, *rows = self._row_outputs(outputs)
-        return (residual, mix, *rows)
-
     def mixes(
         self,
         mix: torch.Tensor,
@@ -374,7 +381,7 @@ class Launcher:
         outputs: BoundaryOutput,
         side: SideStream | None,
     ) -> None:
-        """Computes post, comb and a delayed pre from what a boundary or an entry gave.
+        """Computes post, comb and a delayed pre from what an entry gave.
 
         Args:
             mix: What it gave.

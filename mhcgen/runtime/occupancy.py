@@ -13,6 +13,7 @@ from typing import Any
 
 ALL_SHARED = 100  # percent of the memory that L1 and shared memory divide
 PORTABLE_CLUSTER = 8  # blocks of a cluster that every device takes
+MIXES = "_mixes"  # ends the names of mixes that a boundary launches beside itself
 
 Kernel = int | str  # what rows of the dispatch table name their kernels by
 
@@ -101,7 +102,8 @@ def clusters_at_once(
     """How many clusters of a kernel run at once on the current device.
 
     Args:
-        compiled: A kernel that kept its machine code, the only one of its launch.
+        compiled: A kernel that kept its machine code; what it launches beside itself
+            does not count.
         cluster_size: Blocks of a cluster.
         threads: Threads of a block.
         shared_bytes: Dynamic shared memory of a block.
@@ -112,7 +114,7 @@ def clusters_at_once(
     """
     from cuda.bindings import driver
 
-    (symbol,) = compiled.kernel_info
+    (symbol,) = (each for each in compiled.kernel_info if not is_beside(each))
     code = compiled.__cubin__
     if not code:
         raise RuntimeError("the compiler kept no machine code")
@@ -141,6 +143,11 @@ def clusters_at_once(
         return int(answer(driver.cuOccupancyMaxActiveClusters(function, launch)))
     finally:
         driver.cuLibraryUnload(library)
+
+
+def is_beside(symbol: str) -> bool:
+    """Whether a symbol is that of mixes which a boundary launches beside itself."""
+    return symbol.partition("_kernel_cutlass")[0].endswith(MIXES)
 
 
 def answer(result: tuple[Any, ...]) -> Any:

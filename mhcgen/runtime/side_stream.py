@@ -10,10 +10,11 @@ import torch
 
 
 class Handles(NamedTuple):
-    """What the mixes kernel is given to launch itself beside the stream of a call.
+    """What mixes are launched with, beside the stream of a call.
 
-    It records the first event on that stream, waits for it on its own, and records the
-    second behind itself: in native code, where each takes a fraction of torch's time.
+    Their host code records the first event on that stream, makes the side stream wait
+    for it, and records the second behind the mixes: in native code, where each takes a
+    fraction of torch's time.
 
     Attributes:
         boundary_done: An event.
@@ -26,6 +27,18 @@ class Handles(NamedTuple):
     stream: int
 
 
+class Turn(NamedTuple):
+    """Where a call stands.
+
+    Attributes:
+        stream: Its stream.
+        capture: The graph capture that it is part of; None outside of any.
+    """
+
+    stream: torch.cuda.Stream
+    capture: int | None
+
+
 @dataclass(slots=True)
 class PendingMixes:
     """Mixes that the side stream may still be computing.
@@ -34,14 +47,12 @@ class PendingMixes:
     the call. ``record_stream`` on each would make every later allocation poll events.
 
     Attributes:
-        capture: The graph capture that the call was part of; None outside of any.
-        stream: The stream of the call.
+        turn: Where the call stood.
         tensors: What the mixes kernel reads and writes.
         joined: The stream that ``join()`` was last called on since.
     """
 
-    capture: int | None
-    stream: torch.cuda.Stream
+    turn: Turn
     tensors: tuple[torch.Tensor, ...]
     joined: torch.cuda.Stream | None = None
 
@@ -72,6 +83,7 @@ class SideStream:
             self.stream.cuda_stream,
         )
         self._current: torch.cuda.Stream | None = None
+        self._raw_current: int | None = None
 
     def on(self, stream: torch.cuda.Stream) -> SideStream:
         """The same events with another stream for the mixes."""
@@ -80,17 +92,31 @@ class SideStream:
         other.handles = self.handles._replace(stream=stream.cuda_stream)
         return other
 
-    def hold(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Holds what mixes use that are about to be launched, and no longer the last.
+    def join(self) -> Turn:
+        """Makes the current stream wait for pending mixes, which stay pending.
 
-        The current stream waits for those: see ``join``.
+        Returns:
+            Where the call that begins with this stands.
 
-        Args:
-            tensors: What the mixes read and write.
+        Raises:
+            RuntimeError: They were launched before the capture that is going on.
         """
         stream = self._current_stream()
-        self._release(stream)
-        self.pending = PendingMixes(capture_of(stream), stream, tensors)
+        capturing = torch.cuda.is_current_stream_capturing()
+        turn = Turn(stream, capture_of(stream) if capturing else None)
+        if self.pending is not None:
+            self._wait(self.pending, turn)
+        return turn
+
+    def hold(self, turn: Turn, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Holds what mixes use that were launched, and no longer the last.
+
+        Args:
+            turn: What ``join`` gave before.
+            tensors: What the mixes read and write.
+        """
+        self._release(turn.stream)
+        self.pending = PendingMixes(turn, tensors)
 
     def let_go(self) -> None:
         """Holds no longer what the last mixes use, once the stream waits for them."""
@@ -99,42 +125,28 @@ class SideStream:
 
     def _release(self, stream: torch.cuda.Stream) -> None:
         """Lets go of pending mixes, given the current stream."""
-        if self.pending is not None and self.pending.stream is not stream:
+        if self.pending is not None and self.pending.turn.stream is not stream:
             # Their memory goes back to a stream that may not have waited.
             self._record(self.pending)
         self.pending = None
 
-    def join(self) -> None:
-        """Makes the current stream wait for pending mixes, which stay pending.
-
-        Raises:
-            RuntimeError: They were launched before the capture that is going on.
-        """
-        if self.pending is None:
-            return
-        stream = self._current_stream()
-        self._wait(stream)
-        if self.pending is not None:
-            self.pending.joined = stream
-
-    def _wait(self, stream: torch.cuda.Stream) -> None:
+    def _wait(self, pending: PendingMixes, turn: Turn) -> None:
         """Makes the current stream wait for pending mixes, if it does not yet."""
-        pending = self.pending
-        assert pending is not None
-        capture = capture_of(stream)
-        joined = pending.joined is not None
-        if capture == pending.capture:
-            if pending.joined is not stream:
-                self._mixes_done.wait(stream)
-        elif pending.capture is not None and (joined or capture is None):
+        joined, before = pending.joined, pending.turn.capture
+        if turn.capture == before:
+            if joined is not turn.stream:
+                self._mixes_done.wait(turn.stream)
+        elif before is not None and (joined is not None or turn.capture is None):
             # That capture is over: with a join in it, a replay is complete in itself;
             # without one, torch refused the graph.
             self.pending = None
-        elif not joined:
+            return
+        elif joined is None:
             raise RuntimeError(
                 "the mixes of a call before this graph capture are outstanding: call "
                 "join() before the capture begins"
             )
+        pending.joined = turn.stream
 
     def _record(self, pending: PendingMixes) -> None:
         """Tells the allocator that the side stream may still use the tensors."""
@@ -147,26 +159,24 @@ class SideStream:
         To make the object takes microseconds.
         """
         handle = torch._C._cuda_getCurrentRawStream(self._device.index)
-        stream = self._current
-        if stream is None or stream.cuda_stream != handle:
-            stream = self._current = torch.cuda.current_stream(self._device)
-        return stream
+        if self._current is None or handle != self._raw_current:
+            self._current = torch.cuda.current_stream(self._device)
+            self._raw_current = handle
+        return self._current
 
     def __del__(self) -> None:
         """Keeps memory that the side stream may still use from being reused early."""
         pending = getattr(self, "pending", None)
-        if pending is not None and pending.capture is None:
+        if pending is not None and pending.turn.capture is None:
             self._record(pending)
 
 
-def capture_of(stream: torch.cuda.Stream) -> int | None:
-    """The number of the capture that the current stream is in; None outside of any.
+def capture_of(stream: torch.cuda.Stream) -> int:
+    """The number of the capture that a stream is in.
 
     No other capture of the process has it. Where the driver does not tell, all captures
     have the same.
     """
-    if not torch.cuda.is_current_stream_capturing():
-        return None
     from cuda.bindings import driver
 
     # That of CUDA 12 without a version refuses streams with programmatic launches.

@@ -74,6 +74,7 @@ def warm_up_alone(launcher: Launcher) -> None:
         launcher.mailbox.buffer.zero_()
         launch_routed_call(launcher, key, side)
     launch_entry(launcher, side)
+    launch_mixes(launcher, side)
     torch.cuda.synchronize()
 
 
@@ -118,7 +119,8 @@ def launch_together(launchers: Sequence[Launcher]) -> None:
             launch_routed_call(launcher, key, side)
             steps.launched(f"the finalizing boundary of token group {key[0]}")
         launch_entry(launcher, side)
-    steps.launched("the entry")
+        launch_mixes(launcher, side)
+    steps.launched("the entry and the mixes")
     steps.wait()
 
 
@@ -179,9 +181,7 @@ def launch_consumer(launcher: Launcher, turn: int, side: SideStream | None) -> N
         return
     outputs, mix = launcher.outputs(1), launcher.mix(1)
     boundary = BoundaryInput(**{name: given[name] for name in BoundaryInput._fields})
-    launcher.boundary(kernels[turn], boundary, outputs, mix)
-    if mix is not None:
-        launcher.mixes(mix, boundary, outputs, side)
+    launcher.boundary(kernels[turn], boundary, outputs, mix, side)
 
 
 def launch_call(launcher: Launcher, kernel: Any, side: SideStream | None) -> None:
@@ -190,9 +190,7 @@ def launch_call(launcher: Launcher, kernel: Any, side: SideStream | None) -> Non
     x = given["hidden"]
     outputs, mix = launcher.outputs(1), launcher.mix(1)
     boundary = BoundaryInput(**{name: given[name] for name in BoundaryInput._fields})
-    launcher.call(kernel, x, boundary, outputs, mix)
-    if mix is not None:
-        launcher.mixes(mix, boundary, outputs, side)
+    launcher.call(kernel, launcher.published(x), boundary, outputs, mix, side)
 
 
 def launch_routed_call(
@@ -204,21 +202,27 @@ def launch_routed_call(
     given = zeros_of(launcher)
     outputs, mix = launcher.outputs(1), launcher.mix(1)
     boundary = BoundaryInput(**{name: given[name] for name in BoundaryInput._fields})
-    routed = routed_zeros(launcher, *key[1:])
-    launcher.call_routed(launcher.finalizing[key], routed, boundary, outputs, mix)
-    if mix is not None:
-        launcher.mixes(mix, boundary, outputs, side)
+    rows = launcher.closed(routed_zeros(launcher, *key[1:]))
+    kernel = launcher.finalizing[key]
+    launcher.call(kernel, rows, boundary, outputs, mix, side)
+
+
+def launch_mixes(launcher: Launcher, side: SideStream | None) -> None:
+    """Launches the mixes alone on zeros, if they have a kernel."""
+    if launcher.has_mixes:
+        given = zeros_of(launcher)
+        inputs = EntryInput(**{name: given[name] for name in EntryInput._fields})
+        mix = launcher.entry_mix(1).zero_()
+        launcher.mixes(mix, inputs, launcher.outputs(1), side)
 
 
 def launch_entry(launcher: Launcher, side: SideStream | None) -> None:
-    """Launches the entry and its mixes on zeros, if there is one."""
+    """Launches the entry on zeros, if there is one."""
     if not launcher.constants.ENTRY:
         return
     given = zeros_of(launcher)
     inputs = EntryInput(**{name: given[name] for name in EntryInput._fields})
-    outputs, mix = launcher.outputs(1), launcher.entry_mix(1)
-    launcher.entry(inputs, outputs, mix)
-    launcher.mixes(mix, inputs, outputs, side)
+    launcher.entry(inputs, launcher.outputs(1), launcher.entry_mix(1))
 
 
 def zeros_of(launcher: Launcher) -> dict[str, torch.Tensor]:

@@ -396,7 +396,7 @@ def poison(rank: FusedBoundary, mixes: list[Tensor | None]) -> None:
         return made
 
     def poisoned_mix(m: int) -> Tensor:
-        made = entry_mix(m).fill_(torch.nan)
+        made = torch.full_like(entry_mix(m), torch.nan)  # kept, beside later ones
         mixes.append(made)
         return made
 

@@ -71,10 +71,14 @@ def ranks(loaded: Sequence[Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[An
 
 
 def poison_outputs(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes every output tensor start as NaN, so that what is not written shows."""
+    """Makes every output tensor start as NaN, so that what is not written shows.
+
+    What a boundary hands to the mixes starts so once: calls share that memory, and the
+    inputs of each are new.
+    """
     launcher = rank._launcher
     outputs: Callable[[int], Any] = launcher.outputs
-    mix: Callable[[int], torch.Tensor | None] = launcher.mix
+    launcher._mix.fill_(float("nan"))
 
     def poisoned_outputs(m: int) -> Any:
         tensors = outputs(m)
@@ -83,12 +87,6 @@ def poison_outputs(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         return tensors
 
     monkeypatch.setattr(launcher, "outputs", poisoned_outputs)
-
-    def poisoned_mix(m: int) -> torch.Tensor | None:
-        tensor = mix(m)
-        return None if tensor is None else tensor.fill_(float("nan"))
-
-    monkeypatch.setattr(launcher, "mix", poisoned_mix)
 
 
 def assert_armed(rank: Any) -> None:

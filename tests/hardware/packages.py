@@ -129,25 +129,26 @@ class Looped(Package):
         parts = (inputs.parts[-1],) * len(inputs.parts)
         return dataclasses.replace(inputs, parts=parts)
 
-    def launch(self, inputs: reference.Inputs) -> Any:
+    def launch(self, inputs: reference.Inputs, out: Any = None) -> Any:
         """A whole call; its mixes may be under way still."""
-        return self.rank(inputs.parts[0], *self.shared(inputs))
+        return self.rank(inputs.parts[0], *self.shared(inputs), out=out)
 
     def call(self, inputs: reference.Inputs) -> list[Any]:
         output = self.launch(inputs)
         self.join()
         return [output]
 
-    def launch_finalize(self, inputs: reference.Inputs) -> Any:
+    def launch_finalize(self, inputs: reference.Inputs, out: Any = None) -> Any:
         """The same sum by finalize: each token has one expert here, of weight 1."""
         m, top_k = inputs.residual.shape[0], self.constants.TOP_K
         x = inputs.parts[0]
         index = torch.full((m, top_k), -1, dtype=torch.int32, device="cuda")
         index[:, -1] = torch.arange(m, device="cuda").flip(0)
         weights = torch.ones((m, top_k), device="cuda")
-        return self.rank.finalize(x.flip(0), weights, index, None, *self.shared(inputs))
+        routed = (x.flip(0), weights, index, None)
+        return self.rank.finalize(*routed, *self.shared(inputs), out=out)
 
-    def launch_halves(self, inputs: reference.Inputs) -> Any:
+    def launch_halves(self, inputs: reference.Inputs, out: Any = None) -> Any:
         """The same sum by publish and consume."""
         self.rank.publish(inputs.parts[0])
-        return self.rank.consume(*self.shared(inputs))
+        return self.rank.consume(*self.shared(inputs), out=out)

@@ -7,6 +7,7 @@ always, more packages with MHCGEN_PACKAGES.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +18,14 @@ import torch
 from mhcgen import reference
 from mhcgen.runtime.arguments import BoundaryInput
 
-from .conftest import FAULTS, GENERATED, assert_armed, poison_outputs, wrong
+from .conftest import (
+    FAULTS,
+    GENERATED,
+    assert_armed,
+    assert_same_bits,
+    poison_outputs,
+    wrong,
+)
 from .packages import FOLDER, NAMES, Looped
 
 ARGUMENTS = ("x", *BoundaryInput._fields)
@@ -79,7 +87,7 @@ def test_hard_inputs(package: Looped, hard: Any) -> None:
         package.check(package.call(inputs), package.expected(inputs))
 
 
-def ways(package: Looped) -> list[Callable[[reference.Inputs], Any]]:
+def ways(package: Looped) -> list[Callable[..., Any]]:
     """Every way to sum rows and take them through a boundary."""
     found = [package.launch, package.launch_halves]
     if False in getattr(package.constants, "SHARED_EXPERT", ()):
@@ -108,18 +116,7 @@ def test_a_chain_of_boundaries(package: Looped) -> None:
     for step in range(12):
         output = ways(package)[step % len(ways(package))](inputs)
         chain.append((inputs, output))
-        fresh = package.inputs(9, seed=200 + step)
-        inputs = reference.Inputs(
-            fresh.parts,
-            output.residual,
-            output.post,
-            output.comb,
-            inputs.fn,
-            inputs.scale,
-            inputs.base,
-            inputs.norm_weight,
-            getattr(output, "pre", inputs.pre),
-        )
+        inputs = after(package.inputs(9, seed=200 + step), output, inputs)
     package.join()
     for inputs, output in chain:
         package.check([output], package.expected(inputs))
@@ -154,6 +151,75 @@ def test_graph_replays(package: Looped, calls: int) -> None:
         package.check([output], result)
 
 
+def places(package: Looped) -> list[int]:
+    """Some M of each way to launch, and of groups that tokens do and do not fill."""
+    steps = [row.max_tokens for row in rows_of(package)]
+    return sorted({1, 3, 9, 17, 33, 64, *steps, package.constants.CAPACITY})
+
+
+def test_given_outputs(package: Looped) -> None:
+    """The same memory, call after call of new inputs."""
+    for m in places(package):
+        out = package.rank.outputs(m)
+        for turn, way in enumerate(ways(package)):
+            inputs = package.inputs(m, seed=500 * turn + m)
+            for tensor in out:
+                tensor.fill_(float("nan"))
+            assert way(inputs, out) is out
+            package.join()
+            package.check([out], package.expected(inputs))
+
+
+def test_streams_and_mixes_in_place(package: Looped) -> None:
+    """Each call writes over the streams and mixes that it takes, without joins."""
+    for m in places(package):
+        inputs = package.inputs(m, seed=m)
+        chain = []
+        for step in range(6):
+            way = ways(package)[step % len(ways(package))]
+            output = way(inputs)
+            chain.append((inputs, output))
+            inputs = after(package.inputs(m, seed=600 + step), output, inputs)
+        package.join()
+        first = package.inputs(m, seed=m)
+        names = [name for name in output._fields if hasattr(first, name)]
+        in_place = {name: getattr(first, name) for name in names}
+        out = package.rank.outputs(m)._replace(**in_place)
+        assert {"residual", "post", "comb"} <= set(names)
+        for step, (taken, expected) in enumerate(chain):
+            way = ways(package)[step % len(ways(package))]
+            way(dataclasses.replace(taken, **in_place), out)
+            package.join()
+            assert_same_bits([out, expected])
+
+
+def after(
+    fresh: reference.Inputs, output: Any, before: reference.Inputs
+) -> reference.Inputs:
+    """Inputs with the streams and mixes of the boundary before."""
+    pre = getattr(output, "pre", before.pre)
+    streams = (output.residual, output.post, output.comb)
+    weights = (before.fn, before.scale, before.base, before.norm_weight)
+    return reference.Inputs(fresh.parts, *streams, *weights, pre)
+
+
+def test_calls_of_changing_streams(package: Looped) -> None:
+    """They follow each other; the mixes of each, only the next call waits for."""
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    sizes = [64, 1, 33, 64, 64, 16] * 5
+    cases = [package.inputs(m, seed) for seed, m in enumerate(sizes)]
+    torch.cuda.synchronize()
+    outputs = []
+    for index, inputs in enumerate(cases):
+        stream = streams[index % len(streams)]
+        stream.wait_stream(streams[index % len(streams) - 1])
+        with torch.cuda.stream(stream):
+            outputs.append(package.launch(inputs))
+    package.join()
+    for inputs, output in zip(cases, outputs, strict=True):
+        package.check([output], package.expected(inputs))
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_wrong_arguments_launch_nothing(package: Looped, fault: str) -> None:
     """The launch refuses them: the mailbox is as it was, and the next call is right."""
@@ -170,6 +236,25 @@ def test_wrong_arguments_launch_nothing(package: Looped, fault: str) -> None:
     torch.cuda.synchronize()
     assert torch.equal(package.rank._launcher.mailbox.state, before)
     package.check(package.call(inputs), package.expected(inputs))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong_outputs_launch_nothing(package: Looped, fault: str) -> None:
+    """Not the boundary either where only the mixes would write them."""
+    inputs = package.inputs(3, seed=3)
+    before = package.rank._launcher.mailbox.state.clone()
+    out = package.rank.outputs(3)
+    package.launch(inputs, out)
+    package.launch(inputs, out)
+    package.launch(inputs, out)
+    package.join()
+    for name in out._fields:
+        refused, error = wrong(fault, getattr(out, name))
+        with pytest.raises(error, match=f"^out.{name} "):
+            package.launch(inputs, out._replace(**{name: refused}))
+    torch.cuda.synchronize()
+    assert torch.equal(package.rank._launcher.mailbox.state, before)
+    package.check([package.launch(inputs, out)], package.expected(inputs))
 
 
 def test_one_token_of_a_longer_tensor(package: Looped) -> None:
