@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mhcgen import cli, reference
-from mhcgen.bench import plot, report, run, unfused
+from mhcgen.bench import plot, report, run, timing, unfused
 from mhcgen.bench.contenders import Contender, Inputs, UnavailableError
 from mhcgen.bench.machine import Machine
 from mhcgen.bench.packages import distinct, package_folder
@@ -81,7 +82,7 @@ RESULT = Result(
     ),
     versions={"torch": "2.11"},
     traffic={1: Traffic(4_000_000, 8_000)},
-    host={"call and join": 14.5},
+    host={"call": 14.5},
     replays=21,
     calls=100,
 )
@@ -211,7 +212,7 @@ def test_the_report_shows_every_number_and_note(
     out = capsys.readouterr().out
     assert "glm53, 2 x NVIDIA H200: microseconds a call" in out
     assert "3.90-4.25" in out
-    assert "call and join  14.50" in out
+    assert "call  14.50" in out
     assert "floor: M=8: does not fit" in out
     assert "one-shot: needs a GPU for each rank" in out
     times = out.splitlines()[1:5]
@@ -464,8 +465,9 @@ def measured(
     """A run without a GPU; a graph takes a microsecond for each letter of its name."""
     monkeypatch.setattr(run, "contenders", lambda machine, packages: columns)
     monkeypatch.setattr(run, "capture", lambda call: call)
-    monkeypatch.setattr(run, "replay", lambda graph: float(len(graph())))
-    monkeypatch.setattr(run, "host_time", lambda inputs: {"call and join": 1.0})
+    for module in (run, timing):
+        monkeypatch.setattr(module, "replay", lambda graph: float(len(graph())))
+    monkeypatch.setattr(run, "host_time", lambda inputs: {"call": 1.0})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device")
     package = SimpleNamespace(
         constants=constants(),
@@ -476,7 +478,7 @@ def measured(
     return run.measure(gpu, [package], [1, 2], ("nccl",), lambda name: None)  # type: ignore[list-item]
 
 
-def contender(column: str, fault: Exception | None = None, **rest: bool) -> Contender:
+def contender(column: str, fault: Exception | None = None, **rest: Any) -> Contender:
     def call_for(inputs: Inputs) -> Callable[[], object]:
         if fault is not None and inputs.m == 2:
             raise fault
@@ -493,12 +495,13 @@ def test_a_column_that_cannot_run_is_noted(monkeypatch: pytest.MonkeyPatch) -> N
             contender("nccl"),
             contender("floor", UnavailableError("too many blocks")),
             contender("unfused", RuntimeError("no\ncompiler")),
+            contender("beyond", less_for=lambda inputs: lambda: "." * inputs.m),
         ],
     )
     assert result is not None
     assert result.microseconds == {
-        1: {"boundary": 8.0, "floor": 5.0, "unfused": 7.0},
-        2: {"boundary": 8.0},
+        1: {"boundary": 8.0, "floor": 5.0, "unfused": 7.0, "beyond": 5.0},
+        2: {"boundary": 8.0, "beyond": 4.0},
     }
     assert result.spread[1]["floor"] == (5.0, 5.0)
     assert result.notes == {
@@ -506,6 +509,7 @@ def test_a_column_that_cannot_run_is_noted(monkeypatch: pytest.MonkeyPatch) -> N
         "nccl": "left out by --without",
         "floor": "M=2: too many blocks",
         "unfused": "M=2: RuntimeError: no compiler",
+        "beyond": "what beyond is",
     }
     assert result.traffic[2].link == 6 * 8192
     assert {"torch", "cuda", "driver", "mhcgen"} <= set(result.versions)

@@ -20,7 +20,7 @@ from cuda.bindings import driver
 from mhcgen.bench import contenders
 from mhcgen.bench import machine as gpus
 from mhcgen.bench.contenders import Inputs
-from mhcgen.bench.host_time import host_time
+from mhcgen.bench.host_time import CALLS, ROUNDS, host_time
 from mhcgen.bench.packages import Loaded
 from mhcgen.build import write_files
 from mhcgen.plan import Plan, make_plan
@@ -969,6 +969,7 @@ def test_the_benchmark_times_what_it_says(machine: Machine, inputs: Inputs) -> N
         "two launches": ["publish_unicast", "boundary_1"],
         "mixes": ["mixes"],
         "with mixes": [PUBLISHING, "mixes"],
+        "between sublayers": [PUBLISHING, "mixes"],
         "finalize": [FINALIZING],
     }
     assert list(columns) == list(expected)
@@ -976,8 +977,42 @@ def test_the_benchmark_times_what_it_says(machine: Machine, inputs: Inputs) -> N
         columns[column].call_for(inputs)()
         done = machine.done()
         assert launches(done) == kernels
-        if column == "with mixes":
+        if "mixes" in kernels and PUBLISHING in kernels:
             assert done[-1].startswith("0 waits")
+
+
+def test_a_boundary_is_timed_between_sublayers(
+    machine: Machine, inputs: Inputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes what the sublayer gives, and gives what that takes: in turn."""
+    products: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def mm(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        assert weight.shape == (H, H)
+        machine.log.append("gemm")
+        products.append((rows, out))
+
+    monkeypatch.setattr(torch, "mm", mm)
+    found = contenders.package_contenders(inputs.package)
+    (column,) = [each for each in found if each.less_for is not None]
+    assert column.less_for is not None
+    column.less_for(inputs)()
+    assert machine.done() == ["gemm", "gemm"]
+    call = column.call_for(inputs)
+    for _ in range(2):
+        products.clear()
+        call()
+        done = machine.done()
+        own = {PUBLISHING, "mixes", "gemm"}
+        assert [each for each in done if each in own] == [
+            *(PUBLISHING, "mixes"),
+            *("gemm", "gemm"),
+        ]
+        assert done[-1].startswith("0 waits")
+        (first, between), (second, x) = products
+        given = machine.given[PUBLISHING]
+        assert first is given[19] and second is between
+        assert any(each is x for each in given)
 
 
 def test_what_needs_more_gpus_says_so(inputs: Inputs) -> None:
@@ -986,11 +1021,21 @@ def test_what_needs_more_gpus_says_so(inputs: Inputs) -> None:
             contender(inputs)
 
 
-def test_the_hosts_time_is_told_by_steps(machine: Machine, inputs: Inputs) -> None:
+def test_the_hosts_time_is_told_by_steps(
+    machine: Machine, inputs: Inputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boundary, calls = inputs.package.boundary, []
+    launch = type(boundary).__call__
+
+    def counted(self: FusedBoundary, *args: Any, **rest: Any) -> Any:
+        calls.append(rest)
+        return launch(self, *args, **rest)
+
+    monkeypatch.setattr(type(boundary), "__call__", counted)
     times = host_time(inputs)
-    assert times["call and join"] == pytest.approx(times["call"] + times["join"])
-    assert {"call and join, outputs given", "checks", "outputs", "boundary"} < set(
-        times
-    )
-    assert "publish" not in times
+    steps = ["checks", "checks, outputs given", "outputs", "boundary"]
+    assert list(times) == ["call", "call, outputs given", *steps]
     assert min(times.values()) > 0
+    runs = CALLS * ROUNDS
+    assert [bool(each) for each in calls] == [False] * runs + [True] * runs
+    assert machine.done()[-1].startswith("0 waits")

@@ -26,6 +26,7 @@ BOUNDARY = "boundary"
 TWO_LAUNCHES = "two launches"
 MIXES = "mixes"
 WITH_MIXES = "with mixes"
+BETWEEN = "between sublayers"
 FINALIZE = "finalize"
 NCCL = "nccl"
 ONE_SHOT = "one-shot"
@@ -49,12 +50,14 @@ class Contender:
         what: What it does, in a line.
         call_for: Prepares the call of one M.
         required: Whether a failure ends the run; otherwise it becomes a note.
+        less_for: Prepares what is timed as well, and subtracted; or None.
     """
 
     column: str
     what: str
     call_for: Callable[[Inputs], Call]
     required: bool = False
+    less_for: Callable[[Inputs], Call] | None = None
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,15 @@ def package_contenders(package: Loaded) -> list[Contender]:
                 required=True,
             ),
         ]
+    found.append(
+        Contender(
+            package.column(BETWEEN),
+            "what a whole call with its mixes adds to a sublayer of two GEMMs",
+            partial(between_sublayers, package),
+            required=True,
+            less_for=partial(sublayer, package),
+        )
+    )
     if hasattr(package.constants, "TOP_K"):
         found.append(
             Contender(
@@ -235,6 +247,45 @@ def with_mixes(package: Loaded, inputs: Inputs) -> Call:
     def call() -> None:
         boundary(*arguments)
         boundary.join()
+
+    return call
+
+
+def between_sublayers(package: Loaded, inputs: Inputs) -> Call:
+    """A whole call, and the sublayer that hides its mixes, as in a model."""
+    boundary, shared = package.boundary, inputs.shared
+    out = boundary.outputs(inputs.m)
+    x = inputs.x.clone()
+    gemms = two_gemms(out.layer_input, x)
+
+    def call() -> None:
+        boundary(x, *shared, out=out)
+        gemms()
+        boundary.join()
+
+    return call
+
+
+def sublayer(package: Loaded, inputs: Inputs) -> Call:
+    """The sublayer of ``between_sublayers`` alone."""
+    return two_gemms(inputs.x.clone(), inputs.x.clone())
+
+
+def two_gemms(rows: torch.Tensor, result: torch.Tensor) -> Call:
+    """Takes rows through two square weights: a sublayer that reads each from memory.
+
+    Args:
+        rows: [M, H] activations.
+        result: [M, H] activations, written.
+    """
+    hidden = rows.shape[1]
+    shape = (2, hidden, hidden)
+    weights = torch.randn(shape, dtype=rows.dtype, device=rows.device) / hidden**0.5
+    between = torch.empty_like(rows)
+
+    def call() -> None:
+        torch.mm(rows, weights[0], out=between)
+        torch.mm(between, weights[1], out=result)
 
     return call
 

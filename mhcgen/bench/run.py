@@ -26,9 +26,9 @@ from mhcgen.bench.result import Result
 from mhcgen.bench.timing import (
     CALLS,
     REPLAYS,
-    Recording,
     Spread,
     capture,
+    difference,
     interleaved,
     replay,
 )
@@ -117,16 +117,14 @@ def measure(
     wanted = [contender for contender in known if contender.column not in without]
     for m in tokens:
         inputs = Inputs(gpus, first, m)
-        recordings = {}
+        timers = {}
         for contender in wanted:
-            recording = captured(gpus, contender, inputs, notes)
-            if recording is not None:
-                recordings[contender.column] = recording
-        spreads[m] = interleaved(
-            {name: partial(replay, each) for name, each in recordings.items()}
-        )
+            timer = timer_of(gpus, contender, inputs, notes)
+            if timer is not None:
+                timers[contender.column] = timer
+        spreads[m] = interleaved(timers)
         # They keep their memory, which in symmetric memory is scarce.
-        del recordings, recording
+        del timers, timer
         gc.collect()
         advance(f"M={m}")
     host = host_time(Inputs(gpus, first, min(HOST_TOKENS, first.boundary.capacity)))
@@ -158,13 +156,16 @@ def measure(
     )
 
 
-def captured(
+def timer_of(
     gpus: Machine, contender: Contender, inputs: Inputs, notes: dict[str, str]
-) -> Recording | None:
-    """A contender's graph for one M; None, with a note why, where it cannot run."""
+) -> Callable[[], float] | None:
+    """What times a contender at one M; None, with a note why, where it cannot run."""
 
-    def attempt() -> Recording:
-        return capture(contender.call_for(inputs))
+    def attempt() -> Callable[[], float]:
+        recording = capture(contender.call_for(inputs))
+        if contender.less_for is None:
+            return partial(replay, recording)
+        return partial(difference, recording, capture(contender.less_for(inputs)))
 
     try:
         return gpus.together(f"{contender.column}, M={inputs.m}", attempt)
