@@ -46,10 +46,10 @@ SHAPES = (
     shape("largest_cluster", 1000, 4, 8, cluster_size=16),
     shape("idle_publish", 8 * 67, 2, 4, cluster_size=7),
     shape("eight_streams", 256, 8, 4),
-    shape("fn_in_shared", 264, 8, 16),
+    shape("fn_in_shared", 264, 8, 4),
     shape("fn_in_l2", 512, 8, 2, cluster_size=2, arch="sm_120a"),
     shape("fn_in_l2_idle", 520, 8, 2, cluster_size=2, arch="sm_120a"),
     shape("two_polls_and_fn_in_l2", 520, 8, 16, cluster_size=2, arch="sm_120a"),
     shape("trips", 1024, 8, 1, cluster_size=1),
-    shape("trips_idle", 1032, 8, 2, cluster_size=1),
+    shape("trips_idle", 520, 8, 2, cluster_size=1),
 )

@@ -33,6 +33,7 @@ from mhcgen.runtime.launcher import Launcher, like
 from mhcgen.runtime.side_stream import capture_of
 from mhcgen.runtime.warm_up import warm_up_together
 from mhcgen.spec_file import load_spec
+from mhcgen.verify.on_cuda import poison
 from tests.faults import faulty
 from tests.stand_ins import Machine, machine_in, mailbox_of
 
@@ -71,9 +72,10 @@ def import_variant(folder: Path, name: str, **changes: Any) -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def modules(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """A package whose mixes are computed on a side stream."""
+    """A package whose mixes are computed on a side stream; it has an entry."""
     folder = tmp_path_factory.mktemp("package")
-    return import_variant(folder, "host_test", mixes="side_stream")
+    ends = {"entry": True}
+    return import_variant(folder, "host_test", mixes="side_stream", ends=ends)
 
 
 @pytest.fixture(scope="module")
@@ -408,7 +410,11 @@ def test_a_warm_up_launches_every_kernel(
 ) -> None:
     launcher = boundary._launcher
     warm_up_together([launcher])
-    assert set(launches(machine.done())) == set(launcher._compiled)
+    done = launches(machine.done())
+    assert set(done) == set(launcher._compiled)
+    # Each boundary launches mixes of its own, which its module holds.
+    boundaries = sum(name.startswith("boundary") for name in done)
+    assert done.count("mixes") == boundaries + 1
 
 
 STUCK = {
@@ -482,22 +488,157 @@ def test_a_call_that_broke_off_stops_the_next(
         boundary._published = None
 
 
-def test_a_launch_that_fails_leaves_the_object_usable(
+def test_a_launch_that_refuses_leaves_the_object_usable(
     machine: Machine, boundary: FusedBoundary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A whole call is one launch: nothing of it is under way if that fails."""
-    launcher = boundary._launcher
+    """Also what the checks find nothing wrong with: nothing of it is under way."""
 
-    def fail(*arguments: object) -> None:
-        raise RuntimeError("no launch")
+    def refuse(*arguments: object) -> None:
+        raise TypeError("no launch")
 
     with monkeypatch.context() as patch:
-        patch.setattr(launcher, "call", fail)
-        with pytest.raises(RuntimeError, match="no launch"):
+        patch.setattr(boundary._launcher, "call", refuse)
+        with pytest.raises(TypeError, match="no launch"):
             boundary(**arguments(3))
     assert machine.done() == []
     boundary(**arguments(3))
     assert launches(machine.done()) == [PUBLISHING, "mixes"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_launch_that_breaks_off_stops_the_next_call(
+    machine: Machine,
+    boundary: FusedBoundary,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
+) -> None:
+    """Its boundary may be under way, and its mixes, whose memory is kept."""
+    launcher = boundary._launcher
+    launch, given = launcher.call, []
+
+    def launch_and_fail(*arguments: Any) -> None:
+        launch(*arguments)
+        given.append(arguments[3])
+        raise error("broken")
+
+    monkeypatch.setattr(launcher, "call", launch_and_fail)
+    with pytest.raises(error, match="broken"):
+        boundary(**arguments(3))
+    assert launches(machine.done()) == [PUBLISHING, "mixes"]
+    assert boundary._side is not None and boundary._side.pending is not None
+    kept = boundary._side.pending.tensors
+    assert any(tensor is given[0].comb for tensor in kept)
+    with pytest.raises(RuntimeError, match="an earlier call broke off half-way"):
+        boundary(**arguments(3))
+    assert machine.done() == []
+    boundary.join()
+    assert waits(machine.done(), 0) == 1
+
+
+@pytest.mark.parametrize("size", [3, 20], ids=["one launch", "two launches"])
+def test_graphs_hand_their_mixes_other_memory_than_calls(
+    machine: Machine, boundary: FusedBoundary, size: int
+) -> None:
+    """Replays do not wait for the mixes of calls, which may still read theirs."""
+
+    def handed() -> torch.Tensor:
+        boundary(**arguments(size))
+        given = machine.given[PUBLISHING if size == 3 else "boundary_4"]
+        (mix,) = [
+            each for each in given[:-3] if getattr(each, "shape", ()) == (size, MIX)
+        ]
+        assert isinstance(mix, torch.Tensor)
+        return mix
+
+    before = handed()
+    assert handed().data_ptr() == before.data_ptr()
+    boundary.join()
+    machine.capturing = True
+    first, second = handed(), handed()
+    assert len({each.data_ptr() for each in (before, first, second)}) == 3
+    boundary.join()
+    machine.capturing = False
+    assert handed().data_ptr() == before.data_ptr()
+
+
+def test_a_default_dtype_changes_nothing(
+    machine: Machine, modules: tuple[Any, Any]
+) -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        fused = fused_of(machine, modules, ROOM)
+        warm_up_together([fused._launcher])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    fused(**arguments(3))
+    forget(fused)
+
+
+def test_launchers_of_several_mailboxes_share_no_memory(
+    machine: Machine, boundary: FusedBoundary
+) -> None:
+    launcher = boundary._launcher
+    other = launcher.with_mailbox(mailbox_of(launcher.constants))
+    for own in (launcher.mix(3), launcher.entry_mix(3)):
+        for its in (other.mix(3), other.entry_mix(3)):
+            assert own is not None and its is not None
+            assert own.data_ptr() != its.data_ptr()
+
+
+def test_what_is_dropped_is_kept_from_reuse_until_its_mixes_are_done(
+    machine: Machine, modules: tuple[Any, Any]
+) -> None:
+    fused = fused_of(machine, modules, ROOM)
+    fused(**arguments(3))
+    del fused
+    gc.collect()
+    assert machine.recorded >= len(("scale", "base", "post", "comb"))
+
+
+def test_a_closed_sum_that_has_no_memory_leaves_one_rank_usable(
+    machine: Machine, alone_modules: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused = fused_of(machine, alone_modules, {})
+
+    def fail(m: int) -> None:
+        raise torch.OutOfMemoryError
+
+    for call in (
+        lambda: fused.finalize(**routed(3)),
+        lambda: fused.publish_finalize(*[routed(3)[name] for name in ROUTED]),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(fused._launcher, "closed_rows", fail)
+            with pytest.raises(torch.OutOfMemoryError):
+                call()
+        assert machine.done() == []
+    fused.finalize(**routed(3))
+    assert machine.done() == ["finalize_fp32_shared_local", "boundary_1"]
+
+
+@pytest.mark.parametrize("size", [3, 20], ids=["one launch", "two launches"])
+def test_verification_poisons_what_kernels_write(
+    machine: Machine, boundary: FusedBoundary, size: int
+) -> None:
+    """All that the real launcher hands out, and it keeps what mixes are made of."""
+    kept: list[torch.Tensor | None] = []
+    poison(boundary, kept)
+    output = boundary(**arguments(size))
+    assert all(bool(each.isnan().all()) for each in output)
+    (mix,) = kept
+    assert mix is not None and bool(mix.isnan().all())
+    given = machine.given[PUBLISHING if size == 3 else "boundary_4"]
+    assert any(each is mix for each in given)
+
+
+def test_verification_keeps_no_mixes_of_a_tail(
+    machine: Machine, tail: FusedBoundary
+) -> None:
+    kept: list[torch.Tensor | None] = []
+    poison(tail, kept)
+    output = tail(**arguments(3))
+    assert kept == [None]
+    assert all(bool(each.isnan().all()) for each in output)
 
 
 def waits(log: list[str], stream: int) -> int:
@@ -507,12 +648,19 @@ def waits(log: list[str], stream: int) -> int:
 def test_the_next_call_waits_for_the_mixes(
     machine: Machine, boundary: FusedBoundary
 ) -> None:
-    boundary(**arguments(2))
-    machine.done()
-    boundary(**arguments(2))
-    done = machine.done()
-    assert done[0].startswith("0 waits")
-    assert done[1] == PUBLISHING
+    given = arguments(2)
+    weights = {name: given[name] for name in ("fn", "scale", "base", "norm_weight")}
+    for call in (
+        lambda: boundary(**given),
+        lambda: boundary(**arguments(20)),
+        lambda: boundary.entry(given["x"], **weights),
+    ):
+        call()
+        machine.done()
+        boundary(**given)
+        done = machine.done()
+        assert done[0].startswith("0 waits")
+        assert done[1] == PUBLISHING
 
 
 def test_a_stream_that_has_joined_does_not_wait_again(

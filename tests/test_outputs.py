@@ -31,6 +31,10 @@ from tests.test_host import (
 )
 
 ENDS = {"entry": True, "exit": "mean"}
+MORE: dict[str, Any] = {
+    "model": {"hidden": H, "pre_mix": "delayed"},
+    "outputs": {"stream_mean": True},
+}
 HALVES = ["one launch", "two launches"]
 OUTPUTS = BoundaryOutput._fields
 
@@ -49,6 +53,20 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 @pytest.fixture
 def boundary(machine: Machine, modules: tuple[Any, Any]) -> Any:
     fused = fused_of(machine, modules, ROOM)
+    yield fused
+    forget(fused)
+
+
+@pytest.fixture(scope="module")
+def delayed_modules(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    folder = tmp_path_factory.mktemp("package")
+    return import_variant(folder, "host_delayed", mixes="side_stream", **MORE)
+
+
+@pytest.fixture
+def delayed(machine: Machine, delayed_modules: tuple[Any, Any]) -> Any:
+    """A package with a delayed pre-mix and stream means."""
+    fused = fused_of(machine, delayed_modules, ROOM)
     yield fused
     forget(fused)
 
@@ -164,6 +182,44 @@ def test_what_is_no_memory_for_outputs_is_refused(
     assert machine.done() == []
 
 
+def test_what_only_looks_like_outputs_is_refused(
+    machine: Machine, boundary: FusedBoundary
+) -> None:
+    """Where its attributes are others than its items, the attributes are written."""
+    given, out = arguments(3), boundary.outputs(3)
+    boundary(**given, out=out)
+    machine.done()
+
+    class Loose(list[torch.Tensor]):
+        pass
+
+    loose: Any = Loose(out)
+    vars(loose).update(out._asdict(), layer_input=given["x"])
+    with pytest.raises(TypeError, match=r"^out is a Loose; it must be what"):
+        boundary(**given, out=loose)
+    assert machine.done() == []
+
+
+@pytest.mark.parametrize("m", [3, 20], ids=HALVES)
+@pytest.mark.parametrize("name", ["pre", "stream_mean"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_what_some_packages_return(
+    machine: Machine, delayed: FusedBoundary, name: str, fault: str, m: int
+) -> None:
+    given = arguments(m) | {"pre": torch.zeros(m, HC)}
+    out = delayed.outputs(m)
+    assert out._fields == (*OUTPUTS, "pre", "stream_mean")
+    delayed(**given, out=out)
+    in_place: Any = out._replace(**{"pre": given["pre"]})
+    assert delayed(**given, out=in_place) is in_place
+    machine.done()
+    error, message = FAULTS[fault]
+    wrong = out._replace(**{name: faulty(fault, getattr(out, name), "meta")})
+    with pytest.raises(error, match=rf"^out\.{name} {message}"):
+        delayed(**given, out=wrong)
+    assert launches(machine.done()) == []
+
+
 def test_outputs_of_another_package_are_refused(
     machine: Machine, boundary: FusedBoundary, tmp_path: Path
 ) -> None:
@@ -207,6 +263,45 @@ def test_an_output_in_the_place_of_an_input(
         with pytest.raises(ValueError, match=rf"^out\.{other} overlaps {name}: give"):
             boundary(**{**given, name: moved}, out=out._replace(**{other: over}))
     assert launches(machine.done()) == []
+
+
+@pytest.mark.parametrize("name", ["hidden", "fn", "scale", "base", "norm_weight"])
+def test_an_entry_takes_nothing_in_place(
+    machine: Machine, boundary: FusedBoundary, name: str
+) -> None:
+    given, out = entering(3), boundary.outputs(3)
+    size = max(out.residual.nbytes, given[name].nbytes)
+    memory = torch.zeros(size, dtype=torch.uint8)
+    moved = memory[: given[name].nbytes].view(given[name].dtype).view_as(given[name])
+    over = memory[: out.residual.nbytes].view(torch.bfloat16).view_as(out.residual)
+    with pytest.raises(ValueError, match=rf"^out\.residual overlaps {name}: give"):
+        boundary.entry(**given | {name: moved}, out=out._replace(residual=over))
+    assert machine.done() == []
+
+
+@pytest.mark.parametrize("name", ["x", "residual", "post", "comb", "norm_weight"])
+def test_an_exit_takes_nothing_in_place(
+    machine: Machine, boundary: FusedBoundary, name: str
+) -> None:
+    given = {"x": arguments(3)["x"], **leaving(3)}
+    size = max(3 * H * 2, given[name].nbytes)
+    memory = torch.zeros(size, dtype=torch.uint8)
+    moved = memory[: given[name].nbytes].view(given[name].dtype).view_as(given[name])
+    out = memory[: 3 * H * 2].view(torch.bfloat16).view(3, H)
+    with pytest.raises(ValueError, match=f"^out overlaps {name}: give"):
+        boundary.exit(**given | {name: moved}, out=out)
+    assert machine.done() == []
+
+
+def test_memory_side_by_side_is_apart(
+    machine: Machine, boundary: FusedBoundary
+) -> None:
+    memory = torch.zeros(9, H, dtype=torch.bfloat16)
+    given, out = arguments(3), boundary.outputs(3)
+    for x, rows in ((0, 3), (3, 0)):
+        given["x"], layer_input = memory[x : x + 3], memory[rows : rows + 3]
+        boundary(**given, out=out._replace(layer_input=layer_input))
+    assert launches(machine.done()) == [PUBLISHING, "mixes"] * 2
 
 
 def test_a_shift_is_not_in_place(machine: Machine, boundary: FusedBoundary) -> None:
@@ -278,6 +373,72 @@ def test_memory_that_was_apart_with_fewer_tokens_is_looked_at_again(
     assert launches(machine.done()) == []
 
 
+def test_what_was_looked_at_is_not_looked_at_again(
+    machine: Machine, boundary: FusedBoundary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks, looked = boundary._checks, []
+    outputs = checks.outputs
+
+    def counted(*given: Any) -> None:
+        looked.append(given[0])
+        outputs(*given)
+
+    monkeypatch.setattr(checks, "outputs", counted)
+    given, closed, out = arguments(3), routed(3), boundary.outputs(3)
+    for _ in range(3):
+        boundary(**given, out=out)
+        boundary.finalize(**closed, out=out)
+    assert looked == [3, 3]
+    for name in OUTPUTS:
+        other = out._replace(**{name: torch.empty_like(getattr(out, name))})
+        boundary(**given, out=other)
+    for name in NAMES:
+        boundary(**given | {name: given[name].clone()}, out=out)
+    assert looked == [3] * (2 + len(OUTPUTS) + len(NAMES))
+
+
+@pytest.mark.parametrize("change", ["type", "tokens"])
+def test_routing_weights_that_reach_further_are_looked_at_again(
+    machine: Machine, boundary: FusedBoundary, change: str
+) -> None:
+    """They begin where those of the call before did, and end inside of an output."""
+    memory, begin = torch.zeros(4096, dtype=torch.uint8), 2 * 8 * 2
+    short, m = (torch.bfloat16, 2) if change == "type" else (torch.float32, 2)
+    long = 2 if change == "type" else 3
+    begin = 2 * 8 * short.itemsize
+    whole, room = routed(3), boundary.outputs(3)
+
+    def called(m: int, dtype: torch.dtype) -> None:
+        given = {
+            name: each[:m] if len(each) == 3 and name != "scale" else each
+            for name, each in whole.items()
+        }
+        size = m * 8 * dtype.itemsize
+        given["expert_weights"] = memory[:size].view(dtype).view(m, 8)
+        out = boundary.outputs(m)._make(each[:m] for each in room)
+        post = memory[begin : begin + m * HC * 4].view(torch.float32).view(m, HC, 1)
+        boundary.finalize(**given, out=out._replace(post=post))
+
+    called(m, short)
+    called(m, short)
+    machine.done()
+    with pytest.raises(ValueError, match=r"^out\.post overlaps expert_weights: give"):
+        called(long, torch.float32)
+    assert launches(machine.done()) == []
+
+
+@pytest.mark.parametrize("name", ["x", "residual", "out.layer_input"])
+def test_a_storage_that_was_made_smaller_is_refused(
+    machine: Machine, boundary: FusedBoundary, name: str
+) -> None:
+    given, out = arguments(20), boundary.outputs(20)
+    short = out.layer_input if name.startswith("out") else given[name]
+    short.untyped_storage().resize_(16)
+    with pytest.raises(ValueError, match=f"^{name} reaches beyond its storage, .* 16 "):
+        boundary(**given, out=out)
+    assert machine.done() == []
+
+
 def test_places_are_not_remembered_without_end(
     machine: Machine, boundary: FusedBoundary
 ) -> None:
@@ -292,6 +453,9 @@ def test_memory_for_outputs(boundary: FusedBoundary) -> None:
     assert out._fields == OUTPUTS
     assert [len(each) for each in out] == [5] * 4
     assert boundary(**arguments(0), out=boundary.outputs(0)).residual.shape[0] == 0
+    for wrong in (2.0, "3", None):
+        with pytest.raises(TypeError, match=r"^m is a \w+; it must be an int"):
+            boundary.outputs(wrong)  # type: ignore[arg-type]
     for m in (-1, 33):
         with pytest.raises(ValueError, match=f"m is {m}; this package takes 0 to 32"):
             boundary.outputs(m)

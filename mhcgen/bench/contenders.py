@@ -272,7 +272,7 @@ def sublayer(package: Loaded, inputs: Inputs) -> Call:
 
 
 def two_gemms(rows: torch.Tensor, result: torch.Tensor) -> Call:
-    """Takes rows through two square weights: a sublayer that reads each from memory.
+    """Takes rows through two square weights, as a sublayer does.
 
     Args:
         rows: [M, H] activations.
@@ -299,10 +299,10 @@ def finalize(package: Loaded, inputs: Inputs) -> Call:
     if whole is not None:
         rows = launcher.closed(routed)
         return partial(launcher.call, whole, rows, shared, outputs, mix)
-    kernel = launcher.boundary_kernel(inputs.m)
+    kernel, closed = launcher.boundary_kernel(inputs.m), launcher.closed_rows(inputs.m)
 
     def call() -> None:
-        launcher.finalize(routed)
+        launcher.finalize(routed, closed)
         launcher.boundary(kernel, shared, outputs, mix)
 
     return call

@@ -22,8 +22,8 @@ Step = tuple[str, Callable[[], object]]
 def host_time(inputs: Inputs) -> dict[str, float]:
     """Microseconds of the host for one eager call, whole and step by step.
 
-    Calls follow each other as in a model: each waits for the mixes of the last. The
-    device may lag behind: with nothing between the calls it is the faster one.
+    Whole calls follow each other as in a model: each waits for the mixes of the last.
+    The device may lag behind: with nothing between the calls it is the faster one.
     """
     boundary, launcher = inputs.package.boundary, inputs.package.launcher
     x, shared = inputs.x, inputs.shared

@@ -37,7 +37,7 @@ class BoundaryOutput(NamedTuple):
 
     Where the package computes the mixes on a side stream, ``post``, ``comb`` and
     ``pre`` are written there: call ``join()`` before anything but the next boundary of
-    the same object reads them.
+    the same object reads, writes or reuses them.
     """
 
     residual: torch.Tensor
@@ -123,6 +123,7 @@ class Checks:
             *("residual", "post", "comb", "fn", "scale", "base"), *norm_weight, *pre
         )
         self._outputs = output_type(constants)._fields
+        self._outputs_of = attrgetter(*self._outputs)
         self._apart: set[tuple[int, ...]] = set()
         # A model's boundaries take the same weights each time: those that were checked.
         self._known: dict[tuple[object, ...], list[weakref.ref[object]]] = {}
@@ -149,7 +150,9 @@ class Checks:
         if inputs.norm_weight is not None and not self._weighted_norm:
             return False
         try:
-            tensors = (*rows, *self._taken_of(inputs), *(out or ()))
+            tensors = (*rows, *self._taken_of(inputs))
+            if out is not None:
+                tensors += self._outputs_of(out)
             if any(map(NEGATED, tensors)):
                 return False
             addresses = map(ADDRESS, tensors)
@@ -200,8 +203,8 @@ class Checks:
     ) -> None:
         """Checks memory for outputs, and that nothing else overlaps it.
 
-        The next residual streams, mixes and pre-mix may take the place of the last: a
-        kernel reads all of a token's before it writes any.
+        The next residual streams, mixes and pre-mix may take the place of the last: who
+        writes of them has read what it overwrites, and others need it no more.
 
         Args:
             m: Tokens.
@@ -422,7 +425,7 @@ class Checks:
         """
         if len(self._apart) == MOST_APART:
             self._apart.clear()
-        tensors = (*rows, *self._taken_of(inputs), *out)
+        tensors = (*rows, *self._taken_of(inputs), *self._outputs_of(out))
         self._apart.add(memory_of(map(ADDRESS, tensors), rows))
 
     def _tensor(
@@ -437,6 +440,7 @@ class Checks:
             and tensor.is_contiguous()
             and not tensor.is_neg()
             and not is_freed(tensor)
+            and is_within_storage(tensor)
             and not tensor.data_ptr() % ALIGNMENT
         ):
             return
@@ -481,6 +485,11 @@ class Checks:
             )
         if is_freed(tensor):
             raise ValueError(f"{name} has no memory: its storage was freed")
+        if not is_within_storage(tensor):
+            raise ValueError(
+                f"{name} reaches beyond its storage, which has "
+                f"{tensor.untyped_storage().nbytes()} bytes: it was resized"
+            )
         if address % ALIGNMENT:
             raise ValueError(
                 f"{name} starts at {address:#x}; it must start at a multiple of "
@@ -500,10 +509,10 @@ def memory_of(
 
     Args:
         addresses: Where each begins.
-        rows: Those of them that are published, or closed and published: a launch takes
-            no others than of as many tokens.
+        rows: Those of them that are published, or closed and published. A launch takes
+            others of as many tokens alone, each of the one type.
     """
-    return (*addresses, *[each.shape[0] for each in rows])
+    return (*addresses, *[each.nbytes for each in rows])
 
 
 def check_apart(
@@ -525,10 +534,7 @@ def check_apart(
         for other, (low, high) in others.items():
             in_place = name == f"out.{other}" and (low, high) == (begin, end)
             if begin < high and low < end and not in_place:
-                raise ValueError(
-                    f"{name} overlaps {other}: give it memory of its own, such as "
-                    "outputs() makes"
-                )
+                raise ValueError(f"{name} overlaps {other}: give it memory of its own")
         others[name] = begin, end
 
 
@@ -559,6 +565,12 @@ def identity(tensors: Sequence[Any]) -> tuple[object, ...]:
 def is_freed(tensor: torch.Tensor) -> bool:
     """Whether a tensor's storage has no memory: its address is its offset there."""
     return tensor.data_ptr() == tensor.storage_offset() * tensor.itemsize
+
+
+def is_within_storage(tensor: torch.Tensor) -> bool:
+    """Whether a contiguous tensor ends where its storage does, or before."""
+    end = tensor.storage_offset() * tensor.itemsize + tensor.nbytes
+    return end <= tensor.untyped_storage().nbytes()
 
 
 def rows_of(tensor: object) -> int:

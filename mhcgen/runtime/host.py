@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -22,6 +22,10 @@ from .launcher import Launcher
 from .side_stream import SideStream, Turn
 
 NOTHING = nullcontext()
+# What a launch raises before it launches anything.
+REFUSALS = (AttributeError, TypeError, ValueError)
+
+Mix = TypeVar("Mix", torch.Tensor, torch.Tensor | None)
 
 
 class Published(NamedTuple):
@@ -96,9 +100,15 @@ class FusedBoundary:
     def outputs(self, m: int) -> BoundaryOutput:
         """Memory for the outputs of ``m`` tokens, to be given to calls as ``out``.
 
+        Mixes on the side stream write it as well, after the call: before it is reused
+        for anything else, or goes to another stream, call ``join()``.
+
         Raises:
+            TypeError: ``m`` is no int.
             ValueError: A call cannot have ``m`` tokens.
         """
+        if not isinstance(m, int):
+            raise TypeError(f"m is a {type(m).__name__}; it must be an int")
         self._check_supported(m)
         return self._launcher.outputs(m)
 
@@ -205,7 +215,7 @@ class FusedBoundary:
         if kernel is None or not self._checks.plain_routed(routed, inputs, out):
             check(routed, inputs, out)
         if kernel is None:
-            publish = partial(launcher.finalize, routed)
+            publish = partial(launcher.finalize, routed, launcher.closed_rows(m))
             return self._run(Published(m, routed), publish, inputs, out)
         rows = launcher.closed(routed)
         return self._run_whole(m, kernel, rows, inputs, out, partial(check, routed))
@@ -237,13 +247,14 @@ class FusedBoundary:
         inputs = EntryInput(hidden, fn, scale, base, norm_weight)
         launcher = self._launcher
         m = self._checks.entry(inputs, out)
-        outputs, mix = self._outputs(m, out), launcher.entry_mix(m)
+        outputs = self._outputs(m, out)
         if m:
             with self._on_device():
                 turn = self._begin()
+                mix = of_graph(turn, launcher.entry_mix(m))
+                self._hold(turn, inputs, outputs, mix)
                 launcher.entry(inputs, outputs, mix)
                 launcher.mixes(mix, inputs, outputs, self._side)
-                self._hold(turn, inputs, outputs, mix)
         return outputs
 
     def exit(
@@ -330,16 +341,17 @@ class FusedBoundary:
         self._checks.has_exit()
         m = self._checks.routed(routed)
         self._checks.exit(m, inputs, out, routed._asdict())
-        finalize = partial(self._launcher.finalize, routed)
+        launcher = self._launcher
+        finalize = partial(launcher.finalize, routed, launcher.closed_rows(m))
         return self._run_exit(Published(m, routed), finalize, inputs, out)
 
     def join(self) -> None:
         """Makes the current stream wait for the mixes of the last call.
 
-        Call it before anything but the next boundary reads ``post``, ``comb`` or
-        ``pre``, and before a graph capture begins or ends. After a capture that failed,
-        call it once outside of any capture. Does nothing where boundaries compute the
-        mixes themselves.
+        Call it before anything but the next boundary, a replayed graph included, reads,
+        writes or reuses ``post``, ``comb`` or ``pre``, and before a graph capture
+        begins or ends. After a capture that failed, call it once outside of any
+        capture. Does nothing where boundaries compute the mixes themselves.
 
         Raises:
             RuntimeError: The mixes were launched before the capture that is going on.
@@ -370,10 +382,9 @@ class FusedBoundary:
         routed = RoutedInput(
             gemm2_permuted, expert_weights, expanded_idx_to_permuted_idx, shared_output
         )
-        m = self._checks.routed(routed)
-        self._publish_alone(
-            Published(m, routed), partial(self._launcher.finalize, routed)
-        )
+        launcher, m = self._launcher, self._checks.routed(routed)
+        finalize = partial(launcher.finalize, routed, launcher.closed_rows(m))
+        self._publish_alone(Published(m, routed), finalize)
 
     def consume(
         self,
@@ -472,14 +483,19 @@ class FusedBoundary:
             out: The outputs, if they are given.
             check: Names what the launch found wrong with the arguments.
         """
-        launcher = self._launcher
-        outputs, mix = self._outputs(m, out), launcher.mix(m)
+        launcher, outputs = self._launcher, self._outputs(m, out)
         with self._on_device():
             turn = self._begin()
+            mix = of_graph(turn, launcher.mix(m))
             try:
                 launcher.call(kernel, rows, inputs, outputs, mix, self._side)
-            except Exception:
+            except REFUSALS:
                 name_fault(partial(check, inputs, out))
+                raise
+            except BaseException:
+                # Nobody knows what of it was launched.
+                self._published = Published(m, ())
+                self._hold(turn, inputs, outputs, mix)
                 raise
             self._hold(turn, inputs, outputs, mix)
         return outputs
@@ -547,8 +563,8 @@ class FusedBoundary:
                     "consumed: call consume() or consume_exit() first"
                 )
             raise RuntimeError(
-                "an earlier call broke off between its publish and its boundary, and "
-                "the ranks no longer agree: load the package again on all ranks"
+                "an earlier call broke off half-way, and the ranks no longer agree: "
+                "load the package again on all ranks"
             )
         return self._await_mixes()
 
@@ -561,10 +577,10 @@ class FusedBoundary:
     ) -> None:
         """Launches a boundary that consumes what was published, and its mixes."""
         launcher, m = self._launcher, inputs.residual.shape[0]
-        kernel, mix = launcher.boundary_kernel(m), launcher.mix(m)
+        kernel, mix = launcher.boundary_kernel(m), of_graph(turn, launcher.mix(m))
+        self._hold(turn, inputs, outputs, mix)
         launcher.boundary(kernel, inputs, outputs, mix, self._side)
         self._published = None
-        self._hold(turn, inputs, outputs, mix)
 
     def _hold(
         self,
@@ -573,7 +589,7 @@ class FusedBoundary:
         outputs: BoundaryOutput,
         mix: torch.Tensor | None,
     ) -> None:
-        """Keeps what mixes use that were launched on a side stream."""
+        """Keeps what mixes use on a side stream."""
         if turn is not None and self._side is not None and mix is not None:
             written = self._launcher.mix_outputs(outputs)
             self._side.hold(turn, (mix, inputs.scale, inputs.base, *written))
@@ -583,6 +599,15 @@ class FusedBoundary:
         if torch.cuda.current_device() == self.device.index:
             return NOTHING
         return torch.cuda.device(self.device)
+
+
+def of_graph(turn: Turn | None, mix: Mix) -> Mix:
+    """The same memory; in a capture, other memory of the same size.
+
+    A graph's replays do not wait for the mixes of eager calls, which may still read it.
+    """
+    captured = turn is not None and turn.capture is not None
+    return torch.empty_like(mix) if captured and mix is not None else mix
 
 
 def name_fault(check: Callable[[], object]) -> None:

@@ -168,7 +168,9 @@ class Launcher:
         """Takes a mailbox, whose tensors are converted once, not at each launch."""
         self.mailbox = mailbox
         c, device = self.constants, mailbox.buffer.device
-        self._mix = torch.empty((c.CAPACITY, c.MIX), device=device)
+        # Of one call at a time: each waits for the mixes of the last.
+        most = c.CAPACITY if self.has_mixes else 0
+        self._mix = torch.empty((most, c.MIX), dtype=torch.float32, device=device)
         self._memory: dict[int, Memory] = {}
         self._of_mailbox: tuple[Any, ...] = ()
         self._of_publish: tuple[Any, ...] = ()
@@ -254,7 +256,8 @@ class Launcher:
     def mix(self, m: int) -> torch.Tensor | None:
         """Memory for what a boundary of ``m`` tokens hands to the mixes kernel.
 
-        [M, MIX] FP32; None where the boundary computes the next mixes itself.
+        [M, MIX] FP32, the same in all calls; None where the boundary computes the next
+        mixes itself.
         """
         return self._memory_of(m).mix
 
@@ -264,6 +267,9 @@ class Launcher:
 
     def exit_output(self, m: int) -> torch.Tensor:
         """Memory for what the exit returns, [M, H] activations."""
+        return self._new_rows(m)
+
+    def _new_rows(self, m: int) -> torch.Tensor:
         return torch.empty_like(like(self._activation, m, self.constants.HIDDEN))
 
     def _memory_of(self, m: int) -> Memory:
@@ -291,14 +297,22 @@ class Launcher:
             return
         self._publish(x, *self._of_publish)
 
-    def finalize(self, routed: RoutedInput) -> None:
-        """Closes a routed sum and publishes it."""
+    def closed_rows(self, m: int) -> torch.Tensor | None:
+        """Memory for closed sums, which one rank alone keeps; others publish theirs."""
+        return self._new_rows(m) if self._publish is None else None
+
+    def finalize(self, routed: RoutedInput, rows: torch.Tensor | None) -> None:
+        """Closes a routed sum and publishes it.
+
+        Args:
+            routed: The sum.
+            rows: What ``closed_rows`` gave.
+        """
         shared = routed.shared_output is not None
         kernel = self.finalizes[routed.expert_weights.dtype, shared]
-        if self._publish is None:
-            m = routed.expert_weights.shape[0]
-            self.rows = routed.gemm2_permuted.new_empty((m, self.constants.HIDDEN))
-            kernel(*routed, self.rows)
+        if rows is not None:
+            kernel(*routed, rows)
+            self.rows = rows
             return
         kernel(*routed, *self._of_publish)
 

@@ -109,7 +109,7 @@ class SideStream:
         return turn
 
     def hold(self, turn: Turn, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Holds what mixes use that were launched, and no longer the last.
+        """Holds what the next mixes use, and no longer what the last did.
 
         Args:
             turn: What ``join`` gave before.

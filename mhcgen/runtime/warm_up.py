@@ -144,7 +144,7 @@ def launch_publish(launcher: Launcher, turn: int) -> None:
     if variant is None:
         launcher.publish(zeros_of(launcher)["hidden"])
     else:
-        launcher.finalize(routed_zeros(launcher, *variant))
+        launcher.finalize(routed_zeros(launcher, *variant), launcher.closed_rows(1))
 
 
 def routed_zeros(

@@ -401,10 +401,9 @@ def poison(rank: FusedBoundary, mixes: list[Tensor | None]) -> None:
         return made
 
     def mix_or_none(m: int) -> Tensor | None:
-        made = mix(m)  # a poisoned one, which is kept already, or none
-        if made is None:
-            mixes.append(None)
-        return made
+        made = mix(m)
+        mixes.append(None if made is None else torch.full_like(made, torch.nan))
+        return mixes[-1]
 
     vars(launcher).update(
         outputs=poisoned_outputs,
