@@ -380,10 +380,10 @@ def bench_(
             )
         result = read_result(source)
     else:
-        from mhcgen.bench.run import run
+        from mhcgen.bench.run import PASSES, run
 
         sizes = parse_tokens(tokens or BENCH_TOKENS)
-        with progress("timing", len(sizes)) as advance:
+        with progress("timing", len(PASSES) * len(sizes)) as advance:
             measured = run([source, *(compare or ())], sizes, without or (), advance)
         if measured is None:
             return

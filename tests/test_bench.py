@@ -516,6 +516,31 @@ def test_a_column_that_cannot_run_is_noted(monkeypatch: pytest.MonkeyPatch) -> N
     assert read_back(result) == result.text()
 
 
+def test_what_follows_gemms_is_timed_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every M: they leave a process slower than they found it."""
+    order: list[tuple[str, int]] = []
+
+    def noting(column: str, **rest: Any) -> Contender:
+        def call_for(inputs: Inputs) -> Callable[[], object]:
+            order.append((column, inputs.m))
+            return lambda: column
+
+        return Contender(column, "", call_for, **rest)
+
+    result = measured(
+        monkeypatch,
+        [
+            noting("boundary"),
+            noting("between", less_for=lambda inputs: lambda: "."),
+            noting("floor"),
+        ],
+    )
+    assert result is not None
+    assert result.columns == ("boundary", "floor", "between")
+    alone = [(column, m) for m in (1, 2) for column in ("boundary", "floor")]
+    assert order == [*alone, ("between", 1), ("between", 2)]
+
+
 def read_back(result: Result) -> str:
     """The text of what the text says."""
     content = json.loads(result.text())

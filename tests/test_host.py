@@ -1121,6 +1121,8 @@ def test_the_benchmark_times_what_it_says(machine: Machine, inputs: Inputs) -> N
         "finalize": [FINALIZING],
     }
     assert list(columns) == list(expected)
+    every = contenders.contenders(inputs.machine, [package])
+    assert [each.column for each in every if each.follows_gemms] == [every[-1].column]
     for column, kernels in expected.items():
         columns[column].call_for(inputs)()
         done = machine.done()

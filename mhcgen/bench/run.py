@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -37,6 +38,7 @@ from mhcgen.errors import MhcgenError, shortened
 
 NOTE_LENGTH = 160
 HOST_TOKENS = 8
+PASSES = (False, True)  # what follows GEMMs is timed once all else is
 
 
 def run(
@@ -51,7 +53,7 @@ def run(
         sources: Specs or packages; the others are compared with the first.
         tokens: The M to time; those beyond the capacity are refused.
         without: Columns to leave out, of those that packages are compared with.
-        advance: Called after each M, with its name.
+        advance: Called after each M of each of PASSES, with its name.
 
     Returns:
         The result; None on all ranks but the first.
@@ -112,19 +114,15 @@ def measure(
     """Times everything, M by M."""
     first = packages[0]
     notes = {column: "left out by --without" for column in without}
-    spreads: dict[int, dict[str, Spread]] = {}
+    spreads: dict[int, dict[str, Spread]] = {m: {} for m in tokens}
     known = contenders(gpus, packages)
     wanted = [contender for contender in known if contender.column not in without]
-    for m in tokens:
-        inputs = Inputs(gpus, first, m)
-        timers = {}
-        for contender in wanted:
-            timer = timer_of(gpus, contender, inputs, notes)
-            if timer is not None:
-                timers[contender.column] = timer
-        spreads[m] = interleaved(timers)
-        # They keep their memory, which in symmetric memory is scarce.
-        del timers, timer
+    passes = [
+        [each for each in wanted if each.follows_gemms == after] for after in PASSES
+    ]
+    for columns, m in product(passes, tokens):
+        spreads[m] |= times_of(gpus, columns, Inputs(gpus, first, m), notes)
+        # Recordings keep their memory, which in symmetric memory is scarce.
         gc.collect()
         advance(f"M={m}")
     host = host_time(Inputs(gpus, first, min(HOST_TOKENS, first.boundary.capacity)))
@@ -154,6 +152,21 @@ def measure(
         replays=REPLAYS,
         calls=CALLS,
     )
+
+
+def times_of(
+    gpus: Machine,
+    columns: Sequence[Contender],
+    inputs: Inputs,
+    notes: dict[str, str],
+) -> dict[str, Spread]:
+    """The times of contenders at one M, interleaved; a note where one cannot run."""
+    timers = {}
+    for contender in columns:
+        timer = timer_of(gpus, contender, inputs, notes)
+        if timer is not None:
+            timers[contender.column] = timer
+    return interleaved(timers)
 
 
 def timer_of(
