@@ -196,7 +196,7 @@ class FakeLauncher:
         )
 
     def mix(self, m: int) -> torch.Tensor:
-        return self.entry_mix(m)
+        return torch.zeros(m, SMALL.hc * (2 + SMALL.hc))
 
     def entry_mix(self, m: int) -> torch.Tensor:
         return torch.zeros(m, SMALL.hc * (2 + SMALL.hc))
