@@ -349,7 +349,8 @@ def bench_(
         list[str] | None,
         typer.Option(
             metavar="COLUMN",
-            help="Leave out nccl, one-shot, unfused or floor; repeatable.",
+            help="Leave out nccl, one-shot, unfused, floor or 'between sublayers'; "
+            "repeatable.",
         ),
     ] = None,
     plot: Annotated[

@@ -357,7 +357,7 @@ def test_a_finished_run_is_shown_without_a_gpu(tmp_path: Path, command: object) 
         (["wide.yaml"], "wide.yaml:4:"),
         ([GLM53, "--tokens", "1,x"], "'x' is no number of tokens"),
         ([GLM53, "--tokens", "0"], "'0' is no number of tokens"),
-        ([GLM53, "--without", "boundary"], "must be one of nccl, one-shot, unfused"),
+        ([GLM53, "--without", "boundary"], "one of between sublayers, nccl, one-shot"),
         ([GLM53, "--plot", "a.pdf"], "must end in .png, .svg, .html"),
         ([GLM53, "--compare", "missing.yaml"], "missing.yaml: no such file"),
         (["result.json"], "cannot read result.json"),
@@ -539,6 +539,13 @@ def test_what_follows_gemms_is_timed_last(monkeypatch: pytest.MonkeyPatch) -> No
     assert result.columns == ("boundary", "floor", "between")
     alone = [(column, m) for m in (1, 2) for column in ("boundary", "floor")]
     assert order == [*alone, ("between", 1), ("between", 2)]
+
+
+def test_a_column_of_every_package_is_left_out() -> None:
+    for column in ("between sublayers", "glm53_2 between sublayers", "other nccl"):
+        assert contender(column).is_one_of(("between sublayers", "nccl"))
+    for column in ("boundary", "glm53_2 boundary", "not-nccl", "sublayers"):
+        assert not contender(column).is_one_of(("between sublayers", "nccl"))
 
 
 def read_back(result: Result) -> str:

@@ -6,7 +6,7 @@ run raises ``UnavailableError`` with the reason, which the report shows in its p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -32,7 +32,7 @@ NCCL = "nccl"
 ONE_SHOT = "one-shot"
 UNFUSED = "unfused"
 FLOOR = "floor"
-COMPARED = (NCCL, ONE_SHOT, UNFUSED, FLOOR)
+OPTIONAL = (BETWEEN, NCCL, ONE_SHOT, UNFUSED, FLOOR)
 
 Call = Callable[[], object]
 
@@ -63,6 +63,10 @@ class Contender:
     def follows_gemms(self) -> bool:
         """Whether it is timed between GEMMs, which are subtracted."""
         return self.less_for is not None
+
+    def is_one_of(self, columns: Collection[str]) -> bool:
+        """Whether it is named so, for whichever of the packages."""
+        return any(f" {self.column}".endswith(f" {each}") for each in columns)
 
 
 @dataclass(frozen=True)

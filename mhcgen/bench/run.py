@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from mhcgen.bench.contenders import (
-    COMPARED,
+    OPTIONAL,
     Contender,
     Inputs,
     UnavailableError,
@@ -52,7 +52,7 @@ def run(
     Args:
         sources: Specs or packages; the others are compared with the first.
         tokens: The M to time; those beyond the capacity are refused.
-        without: Columns to leave out, of those that packages are compared with.
+        without: Columns to leave out, of the optional ones.
         advance: Called after each M of each of PASSES, with its name.
 
     Returns:
@@ -63,9 +63,9 @@ def run(
             other ranks, or an M exceeds a capacity.
     """
     for column in without:
-        if column not in COMPARED:
+        if column not in OPTIONAL:
             raise MhcgenError(
-                f"--without {column}: it must be one of {', '.join(COMPARED)}"
+                f"--without {column}: it must be one of {', '.join(OPTIONAL)}"
             )
     with TemporaryDirectory(prefix="mhcgen-") as name:
         folders = distinct(
@@ -113,10 +113,12 @@ def measure(
 ) -> Result | None:
     """Times everything, M by M."""
     first = packages[0]
-    notes = {column: "left out by --without" for column in without}
     spreads: dict[int, dict[str, Spread]] = {m: {} for m in tokens}
     known = contenders(gpus, packages)
-    wanted = [contender for contender in known if contender.column not in without]
+    wanted = [each for each in known if not each.is_one_of(without)]
+    notes = {
+        each.column: "left out by --without" for each in known if each not in wanted
+    }
     passes = [
         [each for each in wanted if each.follows_gemms == after] for after in PASSES
     ]
