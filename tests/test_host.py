@@ -153,6 +153,13 @@ def arguments(m: int) -> dict[str, torch.Tensor]:
     return dict(zip(NAMES, tensors, strict=True))
 
 
+def entering(m: int) -> dict[str, torch.Tensor]:
+    """The arguments of the entry."""
+    given = arguments(m)
+    weights = {name: given[name] for name in ("fn", "scale", "base", "norm_weight")}
+    return {"hidden": given["x"], **weights}
+
+
 def input_of(m: int) -> BoundaryInput:
     return BoundaryInput(*list(arguments(m).values())[1:], None)
 
@@ -528,8 +535,15 @@ def test_a_launch_that_breaks_off_stops_the_next_call(
     assert boundary._side is not None and boundary._side.pending is not None
     kept = boundary._side.pending.tensors
     assert any(tensor is given[0].comb for tensor in kept)
-    with pytest.raises(RuntimeError, match="an earlier call broke off half-way"):
-        boundary(**arguments(3))
+    rest = arguments(3)
+    x = rest.pop("x")
+    for call in (
+        lambda: boundary(x, **rest),
+        lambda: boundary.publish(x),
+        lambda: boundary.consume(**rest),
+    ):
+        with pytest.raises(RuntimeError, match="an earlier call broke off half-way"):
+            call()
     assert machine.done() == []
     boundary.join()
     assert waits(machine.done(), 0) == 1
@@ -541,11 +555,10 @@ def test_graphs_hand_their_mixes_other_memory_than_calls(
 ) -> None:
     """Replays do not wait for the mixes of calls, which may still read theirs."""
     given = arguments(20 if kernel == "boundary_4" else 3)
-    weights = {name: given[name] for name in ("fn", "scale", "base", "norm_weight")}
 
     def handed() -> torch.Tensor:
         if kernel == "entry":
-            boundary.entry(given["x"], **weights)
+            boundary.entry(**entering(3))
         else:
             boundary(**given)
         shape = (len(given["x"]), MIX)
@@ -655,11 +668,10 @@ def test_the_next_call_waits_for_the_mixes(
     machine: Machine, boundary: FusedBoundary
 ) -> None:
     given = arguments(2)
-    weights = {name: given[name] for name in ("fn", "scale", "base", "norm_weight")}
     for call in (
         lambda: boundary(**given),
         lambda: boundary(**arguments(20)),
-        lambda: boundary.entry(given["x"], **weights),
+        lambda: boundary.entry(**entering(2)),
     ):
         call()
         machine.done()

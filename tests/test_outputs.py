@@ -22,6 +22,7 @@ from tests.test_host import (
     ROUTED,
     H,
     arguments,
+    entering,
     forget,
     fused_of,
     import_variant,
@@ -75,13 +76,6 @@ def without_x(m: int) -> dict[str, torch.Tensor]:
     given = arguments(m)
     del given["x"]
     return given
-
-
-def entering(m: int) -> dict[str, torch.Tensor]:
-    """The arguments of the entry."""
-    given = arguments(m)
-    weights = {name: given[name] for name in ("fn", "scale", "base", "norm_weight")}
-    return {"hidden": given["x"], **weights}
 
 
 def leaving(m: int) -> dict[str, torch.Tensor]:
@@ -402,8 +396,8 @@ def test_routing_weights_that_reach_further_are_looked_at_again(
     machine: Machine, boundary: FusedBoundary, change: str
 ) -> None:
     """They begin where those of the call before did, and end inside of an output."""
-    memory, begin = torch.zeros(4096, dtype=torch.uint8), 2 * 8 * 2
-    short, m = (torch.bfloat16, 2) if change == "type" else (torch.float32, 2)
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    short = torch.bfloat16 if change == "type" else torch.float32
     long = 2 if change == "type" else 3
     begin = 2 * 8 * short.itemsize
     whole, room = routed(3), boundary.outputs(3)
@@ -419,8 +413,8 @@ def test_routing_weights_that_reach_further_are_looked_at_again(
         post = memory[begin : begin + m * HC * 4].view(torch.float32).view(m, HC, 1)
         boundary.finalize(**given, out=out._replace(post=post))
 
-    called(m, short)
-    called(m, short)
+    called(2, short)
+    called(2, short)
     machine.done()
     with pytest.raises(ValueError, match=r"^out\.post overlaps expert_weights: give"):
         called(long, torch.float32)
@@ -456,6 +450,8 @@ def test_memory_for_outputs(boundary: FusedBoundary) -> None:
     for wrong in (2.0, "3", None):
         with pytest.raises(TypeError, match=r"^m is a \w+; it must be an int"):
             boundary.outputs(wrong)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"^m is a \w+; it must be an int"):
+            boundary.launches(wrong)  # type: ignore[arg-type]
     for m in (-1, 33):
         with pytest.raises(ValueError, match=f"m is {m}; this package takes 0 to 32"):
             boundary.outputs(m)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mhcgen.emulator.errors import PtxError
+from mhcgen.runtime.occupancy import MIXES
 
 TYPE_BYTES = {
     f"{kind}{bits}": bits // 8 for kind in "bsu" for bits in (8, 16, 32, 64)
@@ -15,9 +16,6 @@ SINK = "_"
 """The operand in place of a result that nobody takes."""
 SHARED_BASE = 1024
 """Shared addresses start here, as on hardware, so that a null address is no address."""
-
-BESIDE = "_mixes"
-"""Behind the name of a boundary, that of the mixes that it launches beside itself."""
 
 _NAME = r"[A-Za-z_$%][\w$]*"
 _REGISTER_RANGE = re.compile(rf"({_NAME})<(\d+)>")
@@ -174,7 +172,7 @@ def read_kernel(path: Path) -> Kernel:
         PtxError: The text is not understood, or holds another number of kernels.
     """
     found = parse(path.read_text("utf-8"))
-    beside = {f"{kernel.label}{BESIDE}" for kernel in found}
+    beside = {f"{kernel.label}{MIXES}" for kernel in found}
     kernels = [kernel for kernel in found if kernel.label not in beside]
     if len(kernels) != 1:
         raise PtxError("", 1, path.name, f"the file holds {len(kernels)} kernels")

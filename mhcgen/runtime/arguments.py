@@ -56,6 +56,22 @@ def output_type(constants: ModuleType) -> type[BoundaryOutput]:
     return namedtuple("BoundaryOutput", fields)  # type: ignore[return-value]
 
 
+def output_tensors(
+    constants: ModuleType, m: int
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtype and shape of what a package returns for ``m`` tokens, by name, in order."""
+    c, activation, fp32 = constants, DTYPES[constants.ACTIVATION], torch.float32
+    known = {
+        "residual": (activation, (m, c.HC, c.HIDDEN)),
+        "post": (fp32, (m, c.HC, 1)),
+        "comb": (fp32, (m, c.HC, c.HC)),
+        "layer_input": (activation, (m, c.HIDDEN)),
+        "pre": (fp32, (m, c.HC)),
+        "stream_mean": (activation, (m, c.HIDDEN)),
+    }
+    return {name: known[name] for name in output_type(constants)._fields}
+
+
 class BoundaryInput(NamedTuple):
     """The arguments that every boundary takes, whatever was published before it."""
 
@@ -216,19 +232,13 @@ class Checks:
                 f"out is a {type(out).__name__}; it must be what outputs({m}) returns: "
                 f"{', '.join(self._outputs)}"
             )
-        c, activation, fp32 = self._constants, self._activation, torch.float32
-        expected = {
-            "residual": (activation, (m, c.HC, c.HIDDEN)),
-            "post": (fp32, (m, c.HC, 1)),
-            "comb": (fp32, (m, c.HC, c.HC)),
-            "layer_input": (activation, (m, c.HIDDEN)),
-            "pre": (fp32, (m, c.HC)),
-            "stream_mean": (activation, (m, c.HIDDEN)),
-        }
-        written = out._asdict()
-        for name, tensor in written.items():
-            self._tensor(f"out.{name}", tensor, *expected[name])
-        check_apart({f"out.{name}": t for name, t in written.items()}, given)
+        written = {f"out.{name}": each for name, each in out._asdict().items()}
+        expected = output_tensors(self._constants, m).values()
+        for (name, tensor), (dtype, shape) in zip(
+            written.items(), expected, strict=True
+        ):
+            self._tensor(name, tensor, dtype, shape)
+        check_apart(written, given)
 
     def x(self, x: torch.Tensor) -> int:
         """Checks x and returns M."""

@@ -37,7 +37,7 @@ class CachedKernel:
     Attributes:
         module: What was read; the code is unloaded when it goes.
         function: The TVM-FFI callable.
-        kernel_info: Its symbol.
+        kernel_info: The symbols of its launches.
         __cubin__: Its machine code, where that was kept.
     """
 

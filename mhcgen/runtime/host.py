@@ -107,8 +107,6 @@ class FusedBoundary:
             TypeError: ``m`` is no int.
             ValueError: A call cannot have ``m`` tokens.
         """
-        if not isinstance(m, int):
-            raise TypeError(f"m is a {type(m).__name__}; it must be an int")
         self._check_supported(m)
         return self._launcher.outputs(m)
 
@@ -445,11 +443,22 @@ class FusedBoundary:
 
     def _check_supported(self, m: int) -> None:
         """Makes sure that a call may have ``m`` tokens."""
+        if not isinstance(m, int):
+            raise TypeError(f"m is a {type(m).__name__}; it must be an int")
         if not self.supports(m):
             raise ValueError(f"m is {m}; this package takes 0 to {self.capacity}")
 
+    def _check_unbroken(self) -> None:
+        """Makes sure that no earlier call broke off."""
+        if self._published is not None and not self._published.alone:
+            raise RuntimeError(
+                "an earlier call broke off half-way, and the ranks no longer agree: "
+                "load the package again on all ranks"
+            )
+
     def _published_rows(self) -> dict[str, torch.Tensor | None]:
         """What was published and is to be consumed, by name."""
+        self._check_unbroken()
         return {} if self._published is None else self._published.named()
 
     def _check_published(self, m: int) -> None:
@@ -556,15 +565,11 @@ class FusedBoundary:
 
         None without a side stream.
         """
+        self._check_unbroken()
         if self._published is not None:
-            if self._published.alone:
-                raise RuntimeError(
-                    f"{self._published.m} tokens were published and wait to be "
-                    "consumed: call consume() or consume_exit() first"
-                )
             raise RuntimeError(
-                "an earlier call broke off half-way, and the ranks no longer agree: "
-                "load the package again on all ranks"
+                f"{self._published.m} tokens were published and wait to be "
+                "consumed: call consume() or consume_exit() first"
             )
         return self._await_mixes()
 

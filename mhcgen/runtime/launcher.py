@@ -18,6 +18,7 @@ from .arguments import (
     EntryInput,
     ExitInput,
     RoutedInput,
+    output_tensors,
     output_type,
 )
 from .dtypes import DTYPES
@@ -276,16 +277,12 @@ class Launcher:
         """What ``m`` tokens need memory for, which is remembered."""
         memory = self._memory.get(m)
         if memory is None:
-            c, activation, fp32 = self.constants, self._activation, self._fp32
-            known = {
-                "residual": like(activation, m, c.HC, c.HIDDEN),
-                "post": like(fp32, m, c.HC, 1),
-                "comb": like(fp32, m, c.HC, c.HC),
-                "layer_input": like(activation, m, c.HIDDEN),
-                "pre": like(fp32, m, c.HC),
-                "stream_mean": like(activation, m, c.HIDDEN),
-            }
-            outputs = tuple(known[name] for name in self._output_type._fields)
+            c = self.constants
+            elements = {each.dtype: each for each in (self._activation, self._fp32)}
+            outputs = tuple(
+                like(elements[dtype], *shape)
+                for dtype, shape in output_tensors(c, m).values()
+            )
             mix = None if c.MIXES == "tail" else self._mix[:m]
             memory = self._memory[m] = Memory(outputs, mix)
         return memory
@@ -337,7 +334,6 @@ class Launcher:
         """
         kernel(
             *rows,
-            *self._of_call,
             *self._boundary_inputs(inputs),
             *self._of_mailbox,
             *self._outputs(outputs),
@@ -346,11 +342,11 @@ class Launcher:
 
     def published(self, x: torch.Tensor) -> tuple[Any, ...]:
         """What ``call`` takes of x."""
-        return (x, *self._unrouted)
+        return (x, *self._unrouted, *self._of_call)
 
     def closed(self, routed: RoutedInput) -> tuple[Any, ...]:
         """What ``call`` takes of a routed sum, which it closes."""
-        return (None, *routed)
+        return (None, *routed, *self._of_call)
 
     def boundary(
         self,
@@ -361,13 +357,8 @@ class Launcher:
         side: SideStream | None = None,
     ) -> None:
         """Consumes what was published; see ``call``."""
-        kernel(
-            *(self._of_boundary or self._taken_rows()),
-            *self._boundary_inputs(inputs),
-            *self._of_mailbox,
-            *self._outputs(outputs),
-            *(() if mix is None else (mix, *handles_of(side))),
-        )
+        rows = self._of_boundary or self._taken_rows()
+        self.call(kernel, rows, inputs, outputs, mix, side)
 
     def entry(
         self, inputs: EntryInput, outputs: BoundaryOutput, mix: torch.Tensor

@@ -13,7 +13,6 @@ import torch
 from .arguments import BoundaryInput, EntryInput, ExitInput, RoutedInput
 from .dtypes import DTYPES
 from .launcher import Launcher
-from .occupancy import Kernel
 from .side_stream import SideStream
 
 DEADLINE = 60.0  # seconds: the kernels take microseconds, and ranks come together
@@ -69,10 +68,10 @@ def warm_up_alone(launcher: Launcher) -> None:
         launch_consumer(launcher, turn, side)
     for kernel in launcher.publishing.values():
         launcher.mailbox.buffer.zero_()
-        launch_call(launcher, kernel, side)
-    for key in launcher.finalizing:
+        launch_call(launcher, kernel, None, side)
+    for (_, *variant), kernel in launcher.finalizing.items():
         launcher.mailbox.buffer.zero_()
-        launch_routed_call(launcher, key, side)
+        launch_call(launcher, kernel, routed_zeros(launcher, *variant), side)
     launch_entry(launcher, side)
     launch_mixes(launcher, side)
     torch.cuda.synchronize()
@@ -113,11 +112,11 @@ def launch_together(launchers: Sequence[Launcher]) -> None:
         steps.launched(consumer_name(launchers[0], turn))
     for launcher in launchers:
         for name, kernel in launcher.publishing.items():
-            launch_call(launcher, kernel, side)
+            launch_call(launcher, kernel, None, side)
             steps.launched(f"the publishing boundary of token group {name}")
-        for key in launcher.finalizing:
-            launch_routed_call(launcher, key, side)
-            steps.launched(f"the finalizing boundary of token group {key[0]}")
+        for (name, *variant), kernel in launcher.finalizing.items():
+            launch_call(launcher, kernel, routed_zeros(launcher, *variant), side)
+            steps.launched(f"the finalizing boundary of token group {name}")
         launch_entry(launcher, side)
         launch_mixes(launcher, side)
     steps.launched("the entry and the mixes")
@@ -184,26 +183,25 @@ def launch_consumer(launcher: Launcher, turn: int, side: SideStream | None) -> N
     launcher.boundary(kernels[turn], boundary, outputs, mix, side)
 
 
-def launch_call(launcher: Launcher, kernel: Any, side: SideStream | None) -> None:
-    """Launches a boundary that publishes its own rows, and its mixes, on zeros."""
-    given = zeros_of(launcher)
-    x = given["hidden"]
-    outputs, mix = launcher.outputs(1), launcher.mix(1)
-    boundary = BoundaryInput(**{name: given[name] for name in BoundaryInput._fields})
-    launcher.call(kernel, launcher.published(x), boundary, outputs, mix, side)
-
-
-def launch_routed_call(
+def launch_call(
     launcher: Launcher,
-    key: tuple[Kernel, torch.dtype, bool],
+    kernel: Any,
+    routed: RoutedInput | None,
     side: SideStream | None,
 ) -> None:
-    """Launches a boundary that closes routed sums itself, and its mixes, on zeros."""
+    """Launches a boundary that publishes its own rows, and its mixes, on zeros.
+
+    Args:
+        launcher: Kernels with a mailbox.
+        kernel: The boundary.
+        routed: The sum that it closes itself, if it does.
+        side: What the mixes are launched with.
+    """
     given = zeros_of(launcher)
+    x = given["hidden"]
+    rows = launcher.published(x) if routed is None else launcher.closed(routed)
     outputs, mix = launcher.outputs(1), launcher.mix(1)
     boundary = BoundaryInput(**{name: given[name] for name in BoundaryInput._fields})
-    rows = launcher.closed(routed_zeros(launcher, *key[1:]))
-    kernel = launcher.finalizing[key]
     launcher.call(kernel, rows, boundary, outputs, mix, side)
 
 

@@ -395,20 +395,15 @@ def poison(rank: FusedBoundary, mixes: list[Tensor | None]) -> None:
             tensor.fill_(torch.nan)
         return made
 
-    def poisoned_mix(m: int) -> Tensor:
-        made = torch.full_like(entry_mix(m), torch.nan)  # kept, beside later ones
-        mixes.append(made)
-        return made
-
-    def mix_or_none(m: int) -> Tensor | None:
-        made = mix(m)
+    def kept(made: Tensor | None) -> Tensor | None:
+        # Of its own: calls share what they are handed.
         mixes.append(None if made is None else torch.full_like(made, torch.nan))
         return mixes[-1]
 
     vars(launcher).update(
         outputs=poisoned_outputs,
-        mix=mix_or_none,
-        entry_mix=poisoned_mix,
+        mix=lambda m: kept(mix(m)),
+        entry_mix=lambda m: kept(entry_mix(m)),
         exit_output=lambda m: exit_output(m).fill_(torch.nan),
     )
 

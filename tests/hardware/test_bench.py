@@ -76,8 +76,8 @@ def test_a_run_has_every_column_or_says_why() -> None:
         [GENERATED / "glm53", GENERATED / "glm53"], [1, 2], (), lambda name: None
     )
     assert result is not None
-    own = {"boundary", "two launches", "mixes", "with mixes", "finalize"}
-    own.add("between sublayers")
+    beside = {"mixes", "with mixes", "between sublayers"}
+    own = {"boundary", "two launches", *beside, "finalize"}
     expected = {*own, *(f"glm53_2 {name}" for name in own), "nccl", "one-shot"}
     assert set(result.notes) == expected | {"unfused", "floor"}
     assert own | {f"glm53_2 {name}" for name in own} | {"floor"} <= set(result.columns)
